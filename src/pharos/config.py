@@ -1,0 +1,189 @@
+"""Reading and checking a configuration before anything runs."""
+
+import copy
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from pharos.errors import InputError
+
+
+def load_config(raw: Mapping[str, Any], schema_path: Path | str) -> dict[str, Any]:
+    """Check a configuration and fill in the defaults.
+
+    Parameters
+    ----------
+    raw
+        The configuration as read from YAML; it is not changed.
+    schema_path
+        The JSON schema (YAML) whose ``default`` entries are filled in.
+
+    Raises
+    ------
+    InputError
+        With one line that names the key and what would be right, on the first fault found.
+    """
+    schema = yaml.safe_load(Path(schema_path).read_text(encoding="utf-8"))
+    config = copy.deepcopy(dict(raw))
+    errors = sorted(Draft202012Validator(schema).iter_errors(config), key=_depth_first)
+    if errors:
+        raise InputError(f"config: {_in_words(errors[0])}")
+    filled: dict[str, Any] = _fill_defaults(config, schema, schema)
+    _check_references(filled)
+    _check_corpora(filled)
+    return filled
+
+
+def _depth_first(error: ValidationError) -> tuple[int, list[str]]:
+    # An unknown key explains the "required key missing" beside it, so it comes first.
+    order = {"additionalProperties": 0, "type": 1, "required": 3}
+    return order.get(str(error.validator), 2), [str(part) for part in error.absolute_path]
+
+
+def _in_words(error: ValidationError) -> str:
+    where = ".".join(str(part) for part in error.absolute_path)
+    at = f"{where}: " if where else ""
+    value = error.instance
+    match error.validator:
+        case "additionalProperties":
+            known = sorted(error.schema.get("properties", {}))
+            unknown = sorted(str(key) for key in value if key not in known)[0]
+            key = f"{where}.{unknown}" if where else unknown
+            return f"unknown key {key}{did_you_mean(unknown, known)}"
+        case "required":
+            missing = [key for key in error.validator_value if key not in value]
+            return f"{at}the key {missing[0]!r} is missing"
+        case "type":
+            return f"{at}{value!r} is of the wrong type, expected {_types(error.validator_value)}"
+        case "enum":
+            choices = [str(choice) for choice in error.validator_value]
+            return f"{at}{value!r} is unknown{did_you_mean(str(value), choices)}"
+        case "oneOf":
+            keys = [branch["required"][0] for branch in error.validator_value]
+            given = [key for key in keys if key in value]
+            found = f"found {' and '.join(given)}" if given else "found none"
+            return f"{at}exactly one of {', '.join(keys)} is needed, {found}"
+        case "pattern":
+            if error.schema.get("description") == "A name used in paths.":
+                return (
+                    f"{at}the name {value!r} will not do: lower-case letters, digits, '.', '_' "
+                    "and '-', at most 64, starting with a letter or digit"
+                )
+            return f"{at}{value!r} does not match {error.validator_value}"
+        case "not":
+            return f"{at}the name {value!r} is taken"
+    return f"{at}{error.message}"
+
+
+def _types(value: str | list[str]) -> str:
+    return " or ".join([value] if isinstance(value, str) else value)
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """``"; did you mean X?"`` for the nearest known name, else the list of known names."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known) or 'none'}"
+
+
+def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    reference = schema.get("$ref")
+    if reference is None:
+        return schema
+    target: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        target = target[part]
+    return {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+
+
+def _fill_defaults(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    schema = _resolve(schema, root)
+    if not isinstance(value, dict):
+        return value
+    properties = schema.get("properties", {})
+    extra = schema.get("additionalProperties")
+    for key, part in properties.items():
+        part = _resolve(part, root)
+        if key not in value and "default" in part:
+            value[key] = copy.deepcopy(part["default"])
+        if key in value:
+            value[key] = _fill_defaults(value[key], part, root)
+    if isinstance(extra, dict):
+        for key in value:
+            value[key] = _fill_defaults(value[key], extra, root)
+    return value
+
+
+def _check_references(config: dict[str, Any]) -> None:
+    """Names that must exist; adapters without a list get all models and tasks."""
+    for name, adapter in config["adapters"].items():
+        for section in ("models", "tasks"):
+            known = list(config[section])
+            chosen = adapter.setdefault(section, known)
+            for item in chosen:
+                if item not in known:
+                    raise InputError(
+                        f"config: adapters.{name}.{section}: unknown {section[:-1]} "
+                        f"{item!r}{did_you_mean(item, known)}"
+                    )
+    for name, model in config["models"].items():
+        if "dir" in model and not Path(model["dir"]).is_dir():
+            raise InputError(f"config: models.{name}.dir: no folder {model['dir']!r}")
+
+
+def _check_corpora(config: dict[str, Any]) -> None:
+    for name, task in config["tasks"].items():
+        corpus, seeds = task["corpus"], task["seeds"]
+        where = f"config: tasks.{name}"
+        if len(seeds["train"]) not in (1, len(seeds["test"])):
+            raise InputError(
+                f"{where}.seeds: {len(seeds['train'])} train seeds for {len(seeds['test'])} test "
+                "seeds; give one for all, or one for each"
+            )
+        answers = task["prompt"]["answers"]
+        if answers["positive"].strip() == answers["negative"].strip():
+            raise InputError(f"{where}.prompt.answers: positive and negative are the same")
+        if "file" in corpus:
+            _check_readable(f"{where}.corpus.file", Path(corpus["file"]))
+            continue
+        if "events" not in corpus:
+            raise InputError(f"{where}.corpus: the key 'events' is missing")
+        for key in ("train_events", "test_events"):
+            if task[key] > corpus["events"]:
+                raise InputError(
+                    f"{where}.{key}: {task[key]} is more than the corpus has "
+                    f"(corpus.events: {corpus['events']})"
+                )
+        shared = [test for train, test in seed_pairs(task) if train == test]
+        if shared and task["train_events"] + task["test_events"] > corpus["events"]:
+            raise InputError(
+                f"{where}: train_events {task['train_events']} and test_events "
+                f"{task['test_events']} overlap in seed {shared[0]}: the corpus has "
+                f"{corpus['events']} events"
+            )
+
+
+def _check_readable(where: str, path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            empty = not file.read(1)
+    except OSError as error:
+        raise InputError(f"{where}: {str(path)!r} cannot be read: {error.strerror}") from None
+    if empty:
+        raise InputError(f"{where}: {str(path)!r} is empty")
+
+
+def seed_pairs(task: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """``(train seed, test seed)`` for every test seed of a task."""
+    train, test = task["seeds"]["train"], task["seeds"]["test"]
+    return zip(train * len(test) if len(train) == 1 else train, test, strict=True)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` may stand in a result path."""
+    return re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name) is not None

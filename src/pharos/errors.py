@@ -1,0 +1,19 @@
+"""The two ways in which Pharos says no, each with its exit status."""
+
+
+class PharosError(Exception):
+    """A failure that is explained in one line and shown without a traceback."""
+
+    exit_code = 1
+
+
+class InputError(PharosError):
+    """A refused input: the message says what is wrong, where, and what would be right."""
+
+    exit_code = 2
+
+
+class CheckFailed(PharosError):
+    """A check that ran and whose answer is no (a leaking corpus, values that differ)."""
+
+    exit_code = 1

@@ -1,0 +1,1 @@
+"""What every job needs around its work: threads, context, platform, provenance, artifacts."""
