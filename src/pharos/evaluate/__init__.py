@@ -1,0 +1,1 @@
+"""How models are asked and scored: prompts, scoring, generation, metrics."""
