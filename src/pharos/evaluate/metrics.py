@@ -1,6 +1,6 @@
 """What predictions are worth: metrics with intervals and floors, and what speaks against them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
