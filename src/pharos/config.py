@@ -49,33 +49,37 @@ def _depth_first(error: ValidationError) -> tuple[int, list[str]]:
 def _in_words(error: ValidationError) -> str:
     where = ".".join(str(part) for part in error.absolute_path)
     at = f"{where}: " if where else ""
-    value = error.instance
+    value: Any = error.instance
+    expected: Any = error.validator_value
+    schema: Any = error.schema
     match error.validator:
         case "additionalProperties":
-            known = sorted(error.schema.get("properties", {}))
+            known = sorted(schema.get("properties", {}))
             unknown = sorted(str(key) for key in value if key not in known)[0]
             key = f"{where}.{unknown}" if where else unknown
             return f"unknown key {key}{did_you_mean(unknown, known)}"
         case "required":
-            missing = [key for key in error.validator_value if key not in value]
+            missing = [key for key in expected if key not in value]
             return f"{at}the key {missing[0]!r} is missing"
         case "type":
-            return f"{at}{value!r} is of the wrong type, expected {_types(error.validator_value)}"
+            return f"{at}{value!r} is of the wrong type, expected {_types(expected)}"
         case "enum":
-            choices = [str(choice) for choice in error.validator_value]
-            return f"{at}{value!r} is unknown{did_you_mean(str(value), choices)}"
+            choices = [str(choice) for choice in expected]
+            near = did_you_mean(str(value), choices)
+            listed = "" if "known:" in near else f" (known: {', '.join(choices)})"
+            return f"{at}{value!r} is unknown{near}{listed}"
         case "oneOf":
-            keys = [branch["required"][0] for branch in error.validator_value]
+            keys = [branch["required"][0] for branch in expected]
             given = [key for key in keys if key in value]
             found = f"found {' and '.join(given)}" if given else "found none"
             return f"{at}exactly one of {', '.join(keys)} is needed, {found}"
         case "pattern":
-            if error.schema.get("description") == "A name used in paths.":
+            if schema.get("description") == "A name used in paths.":
                 return (
                     f"{at}the name {value!r} will not do: lower-case letters, digits, '.', '_' "
                     "and '-', at most 64, starting with a letter or digit"
                 )
-            return f"{at}{value!r} does not match {error.validator_value}"
+            return f"{at}{value!r} does not match {expected}"
         case "not":
             return f"{at}the name {value!r} is taken"
     return f"{at}{error.message}"
@@ -150,6 +154,12 @@ def _check_corpora(config: dict[str, Any]) -> None:
             raise InputError(f"{where}.prompt.answers: positive and negative are the same")
         if "file" in corpus:
             _check_readable(f"{where}.corpus.file", Path(corpus["file"]))
+            for train, test in seed_pairs(task):
+                if train != test:
+                    raise InputError(
+                        f"{where}.seeds: train {train} and test {test} would cut the same file "
+                        "in two ways, and events would be in both; give the same seed to both"
+                    )
             continue
         if "events" not in corpus:
             raise InputError(f"{where}.corpus: the key 'events' is missing")

@@ -83,6 +83,35 @@ def write_jsonl_atomic(path: Path | str, records: Iterable[Mapping[str, Any]]) -
     write_text_atomic(path, "".join(f"{line}\n" for line in lines))
 
 
+def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
+    """Read one JSON object a line.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be read, or a line (named by its number) is not a JSON object.
+    """
+    records = []
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
+    # Not splitlines(): it also splits at characters that JSON strings may hold.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}:{number}: not JSON: {error.msg}") from None
+        if not isinstance(record, dict):
+            raise InputError(f"{path}:{number}: not a JSON object")
+        records.append(record)
+    return records
+
+
 def input_digests(paths: Iterable[Path | str]) -> dict[str, str]:
     """``{path: sha256}`` as artifacts record it; a path outside the working folder by its name."""
     return {_shown(Path(path)): sha256_file(path) for path in sorted(map(str, paths))}
@@ -137,7 +166,7 @@ def read_artifact(path: Path | str, kind: str | tuple[str, ...] | None = None) -
     """
     path = Path(path)
     try:
-        artifact = json.loads(path.read_text(encoding="utf-8"))
+        artifact: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -149,4 +178,4 @@ def read_artifact(path: Path | str, kind: str | tuple[str, ...] | None = None) -
     if kinds is not None and found not in [f"pharos/{name}/1" for name in kinds]:
         expected = " or ".join(f"pharos/{name}/1" for name in kinds)
         raise InputError(f"{path}: schema is {found}, expected {expected}")
-    return artifact
+    return dict(artifact)

@@ -1,7 +1,10 @@
 """The frame around one rule's work: log, threads, context, errors, artifacts."""
 
 import contextlib
+import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +18,8 @@ from pharos.runtime.context import run_context
 from pharos.runtime.platform import describe_platform
 from pharos.runtime.provenance import provenance
 from pharos.runtime.threads import Binding, bind_threads
+
+COORDINATOR_POLL_S = 2.0
 
 
 class Job:
@@ -68,8 +73,10 @@ def job(log_path: Path | str | None, threads: int) -> Iterator[Job]:
     log, one line on the terminal, and exit status 1.
     """
     status = 0
-    with log.redirect_to(log_path):
+    with _explain(log_path), log.redirect_to(log_path):
         try:
+            if log_path is not None:
+                end_with_coordinator()
             binding = bind_threads(threads)
             log.log_event(**run_context(binding))
             if binding.oversubscription_risk:
@@ -88,6 +95,68 @@ def job(log_path: Path | str | None, threads: int) -> Iterator[Job]:
             _say_failed(f"{type(error).__name__}: {error}", log_path)
     if status:
         sys.exit(status)
+
+
+@contextlib.contextmanager
+def _explain(log_path: Path | str | None) -> Iterator[None]:
+    """What fails before the log is open has only the terminal to be said on."""
+    try:
+        yield
+    except PharosError as error:
+        print(f"pharos: error: {error}", file=log.terminal, flush=True)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        print(f"pharos: error: {log_path}: {error.strerror}", file=log.terminal, flush=True)
+        sys.exit(1)
+
+
+def end_with_coordinator() -> None:
+    """End this process (SIGTERM) soon after the Snakemake process that started it is gone.
+
+    A coordinator killed with -9 takes no job with it; without this its jobs would work on, and
+    the next start would run the same step beside them.
+    """
+    coordinator = _coordinator_of(os.getpid())
+    if coordinator is None:
+        return
+    watcher = threading.Thread(target=_watch, args=coordinator, name="coordinator-watch")
+    watcher.daemon = True
+    watcher.start()
+
+
+def _watch(pid: int, started: str) -> None:
+    while True:
+        time.sleep(COORDINATOR_POLL_S)
+        now = _process(pid)
+        if now is None or now[1] != started:
+            log.log_event("coordinator.gone", pid=pid)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+
+
+def _coordinator_of(pid: int) -> tuple[int, str] | None:
+    """The nearest ancestor that is a Snakemake process, with its start time in clock ticks."""
+    process = _process(pid)
+    while process is not None and process[0] > 1:
+        pid = process[0]
+        process = _process(pid)
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return None
+        if process is not None and any(b"snakemake" in word for word in command.split(b"\0")[:4]):
+            return pid, process[1]
+    return None
+
+
+def _process(pid: int) -> tuple[int, str] | None:
+    """Parent and start time of a process; None when it is gone (or where there is no /proc)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else (int(fields[1]), fields[19])
 
 
 def _say_failed(message: str, log_path: Path | str | None) -> None:

@@ -5,6 +5,8 @@ standard error was before, for bars and for the one line that says why a job fai
 """
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import sys
@@ -13,7 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from pharos.errors import CheckFailed
+
 PROGRESS_EVERY_S = 15.0
+LOG_WAIT_S = 120.0
 
 terminal: TextIO = sys.stderr
 
@@ -35,6 +40,13 @@ def redirect_to(log_path: Path | str | None) -> Iterator[None]:
     """Send file descriptors 1 and 2 to ``log_path`` (made anew) for the duration.
 
     Descriptors, not Python's objects: what C libraries print is kept too. ``None`` leaves them.
+    The log is also the job's lock: while a process that outlived its coordinator still writes
+    there, the next attempt waits (at most :data:`LOG_WAIT_S`), so no step runs twice at once.
+
+    Raises
+    ------
+    CheckFailed
+        If another process still holds the log after :data:`LOG_WAIT_S`.
     """
     global terminal
     if log_path is None:
@@ -47,7 +59,9 @@ def redirect_to(log_path: Path | str | None) -> Iterator[None]:
     before = terminal
     terminal = os.fdopen(os.dup(saved_err), "w", buffering=1)
     try:
-        descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+        descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        _lock(descriptor, log_path)
+        os.ftruncate(descriptor, 0)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
@@ -61,6 +75,23 @@ def redirect_to(log_path: Path | str | None) -> Iterator[None]:
         os.close(saved_err)
         terminal.close()
         terminal = before
+
+
+def _lock(descriptor: int, log_path: Path | str) -> None:
+    """Hold the log until every process that writes to it is gone."""
+    deadline = time.monotonic() + LOG_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return  # A file system without locks: nothing to wait for.
+        if time.monotonic() > deadline:
+            raise CheckFailed(
+                f"{log_path}: another process still runs this step; end it, then start again"
+            )
+        time.sleep(0.5)
 
 
 class Progress:

@@ -105,12 +105,11 @@ def _blas() -> list[dict[str, Any]]:
 
 
 def _numpy() -> dict[str, Any] | None:
-    if "numpy" not in sys.modules:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
         return None
-    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
-
-    dispatch = [name for name in __cpu_dispatch__ if __cpu_features__.get(name)]
-    return {"version": importlib.metadata.version("numpy"), "simd": dispatch}
+    simd = numpy.show_config(mode="dicts")["SIMD Extensions"]
+    return {"version": str(numpy.__version__), "simd": simd.get("found", [])}
 
 
 def _torch() -> dict[str, Any] | None:

@@ -1,0 +1,57 @@
+# make run    set up, then run the embedded default        make lint   format, lint, types
+# make test   set up, then run the tests                   make clean  remove results and caches
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+
+# A stamp is named after the content of what it was made from: touching a file rebuilds nothing.
+inputs := $(shell cat pyproject.toml constraints.txt Makefile | (sha256sum 2>/dev/null || shasum -a 256) | cut -c1-16)
+RUN_STAMP = $(VENV)/.run-$(inputs)
+DEV_STAMP = $(VENV)/.dev-$(inputs)
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: setup run test lint format clean
+
+setup: $(RUN_STAMP)
+
+run: $(RUN_STAMP)
+	$(BIN)/snakemake --profile profiles/local $(SNAKEMAKE_ARGS)
+	@echo "Report: results/report/index.html"
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff format --check src tests workflow/scripts
+	$(BIN)/ruff check src tests workflow/scripts
+	$(BIN)/mypy
+	$(BIN)/snakefmt --check Snakefile workflow/rules
+	$(BIN)/snakemake --lint
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff format src tests workflow/scripts
+	$(BIN)/ruff check --fix src tests workflow/scripts
+	$(BIN)/snakefmt Snakefile workflow/rules
+
+clean:
+	rm -rf results .snakemake .cache .mypy_cache .ruff_cache .pytest_cache
+
+# Debian's Python can make an environment only without pip when python3-venv is not installed;
+# pip can then be put there from outside.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "pharos: error: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV) || { \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
+		$(PYTHON) -m pip --python $(BIN)/python install pip; }
+
+$(RUN_STAMP): | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	rm -f $(VENV)/.run-*
+	touch $@
+
+$(DEV_STAMP): $(RUN_STAMP)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	rm -f $(VENV)/.dev-*
+	touch $@

@@ -1,0 +1,1 @@
+"""Running on a cluster, and beside other runs."""

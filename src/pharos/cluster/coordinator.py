@@ -1,0 +1,42 @@
+"""One coordinator at a time, and a start after any death that needs no hand."""
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+LOCK_FILE = "coordinator.lock"
+_held: list[int] = []
+
+
+def clear_stale_lock(working_folder: Path | str = ".") -> int:
+    """Remove Snakemake's lock when the process that left it is gone.
+
+    Snakemake locks a working folder with files that a killed process leaves behind. Every
+    Snakemake process of this workflow therefore also holds a shared ``flock``, which dies with
+    it. Whoever can take that lock alone knows that no other process is alive, and that a lock
+    file found then is stale. Where the file system has no ``flock``, nothing is removed and
+    Snakemake's own message stands.
+
+    Returns
+    -------
+    How many lock files were removed.
+    """
+    folder = Path(working_folder) / ".snakemake"
+    try:
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:
+        return 0  # A read-only folder: a dry run is still welcome.
+    removed = 0
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for file in (folder / "locks").glob("*"):
+            file.unlink(missing_ok=True)
+            removed += 1
+    except OSError:
+        pass
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    _held.append(descriptor)  # Kept open, so that the lock lives as long as this process.
+    return removed

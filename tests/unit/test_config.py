@@ -1,0 +1,120 @@
+"""A wrong configuration is refused in one line that names the key."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pharos.config import load_config, seed_pairs
+from pharos.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = ROOT / "workflow/schemas/config.schema.yaml"
+DEFAULT = yaml.safe_load((ROOT / "config/config.yaml").read_text())
+MODEL = "smollm2-135m-instruct"
+
+
+def changed(path, value):
+    """The default configuration with one value changed (or removed, for None)."""
+    raw = copy.deepcopy(DEFAULT)
+    *parents, last = path
+    place = raw
+    for key in parents:
+        place = place.setdefault(key, {})
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return raw
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "cluster.yaml"])
+def test_the_configurations_that_ship_are_accepted(name):
+    config = load_config(yaml.safe_load((ROOT / "config" / name).read_text()), SCHEMA)
+    assert config["shortcut_gate"]["ceiling"] == 0.72
+
+
+def test_defaults_are_filled_in_and_the_input_is_not_changed():
+    raw = copy.deepcopy(DEFAULT)
+    config = load_config(raw, SCHEMA)
+    assert raw == DEFAULT
+    assert config["evaluation"]["mode"] == "likelihood"
+    assert config["adapters"]["lora-r16"]["models"] == [MODEL]
+    assert config["models"][MODEL]["dtype"] == "auto"
+
+
+def test_every_key_of_the_schema_has_a_description():
+    schema = yaml.safe_load(SCHEMA.read_text())
+    parts = {"": schema, **schema["$defs"]}
+    bare = [
+        f"{name}.{key}"
+        for name, part in parts.items()
+        for key, entry in part.get("properties", {}).items()
+        if "description" not in entry and "$ref" not in entry and not {"properties"} & set(entry)
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["evaluatoin"], {}, "unknown key evaluatoin; did you mean evaluation?"),
+        (
+            ["adapters", "lora-r16", "learning_rte"],
+            1.0,
+            "unknown key adapters.lora-r16.learning_rte; did you mean learning_rate?",
+        ),
+        (["adapters", "lora-r16", "rank"], "16", "adapters.lora-r16.rank: '16' is of the wrong"),
+        (["adapters", "lora-r16", "rank"], 0, "adapters.lora-r16.rank: 0 is less than"),
+        (["device"], "gpu", "device: 'gpu' is unknown; did you mean cpu? (known: cpu, cuda)"),
+        (["device"], "cudda", "device: 'cudda' is unknown; did you mean cuda?"),
+        (["tasks"], None, "the key 'tasks' is missing"),
+        (["models", MODEL, "dir"], ".", "exactly one of wheel, hub, dir is needed, found wheel"),
+        (["models", MODEL, "wheel"], None, "exactly one of wheel, hub, dir is needed, found none"),
+        (["models", "A B"], {"dir": "."}, "the name 'A B' will not do"),
+        (["models", "../x"], {"dir": "."}, "the name '../x' will not do"),
+        (["models", "x"], {"dir": "no such"}, "models.x.dir: no folder 'no such'"),
+        (["adapters", "base"], {}, "adapters"),
+        (
+            ["adapters", "lora-r16", "models"],
+            ["smollm2-135m"],
+            f"unknown model 'smollm2-135m'; did you mean {MODEL}?",
+        ),
+        (["adapters", "lora-r16", "tasks"], ["wach"], "unknown task 'wach'; did you mean watch?"),
+        (["tasks", "watch", "test_events"], 10_000, "tasks.watch.test_events: 10000 is more than"),
+        (["tasks", "watch", "seeds", "train"], [7], "overlap in seed 7"),
+        (["tasks", "watch", "seeds", "train"], [1, 2], "2 train seeds for 1 test seeds"),
+        (["tasks", "watch", "seeds", "test"], [1, 1], "tasks.watch.seeds.test"),
+        (["tasks", "watch", "prompt", "template"], "no text", "does not match"),
+        (["tasks", "watch", "prompt", "answers", "negative"], "SIGNIFICANT", "are the same"),
+        (["tasks", "watch", "corpus"], {"file": "none.jsonl"}, "'none.jsonl' cannot be read"),
+        (["tasks", "watch", "corpus"], {"generator": "watch"}, "the key 'events' is missing"),
+        (["tasks", "watch", "corpus", "generator"], "wach", "did you mean watch?"),
+        (["shortcut_gate", "ceiling"], 0.5, "shortcut_gate.ceiling: 0.5"),
+    ],
+)
+def test_a_fault_is_named_in_one_line(path, value, message):
+    with pytest.raises(InputError) as error:
+        load_config(changed(path, value), SCHEMA)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_corpus_file_is_refused(tmp_path):
+    file = tmp_path / "empty file.jsonl"
+    file.touch()
+    with pytest.raises(InputError, match=r"empty file\.jsonl' is empty"):
+        load_config(changed(["tasks", "watch", "corpus"], {"file": str(file)}), SCHEMA)
+
+
+def test_one_file_cannot_be_cut_in_two_ways(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("{}\n")
+    with pytest.raises(InputError, match="would cut the same file in two ways"):
+        load_config(changed(["tasks", "watch", "corpus"], {"file": str(file)}), SCHEMA)
+
+
+def test_one_train_seed_serves_all_test_seeds():
+    assert list(seed_pairs({"seeds": {"train": [1], "test": [7, 11]}})) == [(1, 7), (1, 11)]
+    assert list(seed_pairs({"seeds": {"train": [1, 2], "test": [7, 11]}})) == [(1, 7), (2, 11)]

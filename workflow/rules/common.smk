@@ -1,0 +1,73 @@
+# Helpers only: the checked configuration, and the lists that rules expand.
+
+import sys
+from pathlib import Path
+
+from pharos.cluster.coordinator import clear_stale_lock
+from pharos.config import load_config, seed_pairs
+from pharos.errors import InputError
+
+try:
+    CONFIG = load_config(
+        config, Path(workflow.basedir) / "workflow/schemas/config.schema.yaml"
+    )
+except InputError as error:
+    print(f"pharos: error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+if workflow.is_main_process:
+    clear_stale_lock()
+
+MODELS = CONFIG["models"]
+TASKS = CONFIG["tasks"]
+ADAPTERS = CONFIG["adapters"]
+
+
+wildcard_constraints:
+    model="|".join(map(re.escape, MODELS)),
+    task="|".join(map(re.escape, TASKS)),
+    adapter="|".join(map(re.escape, ADAPTERS)) or "(?!)",
+    variant="|".join(map(re.escape, ["base", *ADAPTERS])),
+    seed=r"\d+",
+
+
+def train_seed_of(task, test_seed):
+    """The corpus seed that an adapter tested on test_seed was trained on."""
+    return {test: train for train, test in seed_pairs(TASKS[task])}[int(test_seed)]
+
+
+def corpus_of(task, seed):
+    """A corpus, and the file that admits it to models."""
+    return {
+        "corpus": f"results/corpus/{task}/seed{seed}.jsonl",
+        "admission": f"results/gate/admission/{task}/seed{seed}.json",
+    }
+
+
+def adapter_folder(model, task, train_seed, adapter):
+    """Where the adapter lies that was trained on a corpus seed."""
+    return f"results/finetune/{model}/{task}/seed{train_seed}/{adapter}"
+
+
+def is_trained(adapter, model, task):
+    """Whether the configuration trains this adapter for this model and task."""
+    return model in ADAPTERS[adapter]["models"] and task in ADAPTERS[adapter]["tasks"]
+
+
+# One entry for each evaluation; (model, task, test seed, variant).
+EVALUATIONS = [
+    (model, task, seed, variant)
+    for model in MODELS
+    for task in TASKS
+    for seed in TASKS[task]["seeds"]["test"]
+    for variant in ["base", *[a for a in ADAPTERS if is_trained(a, model, task)]]
+]
+PROMOTIONS = [cell for cell in EVALUATIONS if cell[3] != "base"]
+CORPORA = sorted(
+    {
+        (task, seed)
+        for task in TASKS
+        for pair in seed_pairs(TASKS[task])
+        for seed in pair
+    }
+)

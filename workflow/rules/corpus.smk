@@ -1,0 +1,19 @@
+rule corpus:
+    """Generate a corpus, or bring a user's file into the common shape."""
+    input:
+        lambda wc: TASKS[wc.task]["corpus"].get("file", []),
+    output:
+        corpus="results/corpus/{task}/seed{seed}.jsonl",
+        manifest="results/corpus/{task}/seed{seed}.manifest.json",
+    log:
+        "results/logs/corpus/{task}/seed{seed}.log",
+    benchmark:
+        "results/benchmarks/corpus/{task}/seed{seed}.tsv"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=10,
+    params:
+        corpus=lambda wc: TASKS[wc.task]["corpus"],
+    script:
+        "../scripts/corpus.py"

@@ -1,0 +1,48 @@
+def evaluation_input(wc):
+    """Corpus, model, and the adapter's files where the variant is one."""
+    files = {**corpus_of(wc.task, wc.seed), "model": f"results/models/{wc.model}.json"}
+    if wc.variant != "base":
+        train_seed = train_seed_of(wc.task, wc.seed)
+        folder = adapter_folder(wc.model, wc.task, train_seed, wc.variant)
+        files["adapter"] = f"{folder}/adapter_model.safetensors"
+        files["adapter_config"] = f"{folder}/adapter_config.json"
+        files["trained_on"] = f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
+    return files
+
+
+rule evaluate:
+    """Ask a model, or a model with an adapter, about every test event of a corpus."""
+    input:
+        unpack(evaluation_input),
+    output:
+        evaluation=report(
+            "results/evaluate/{model}/{task}/seed{seed}/{variant}.json",
+            category="Evaluations",
+            labels={
+                "model": "{model}",
+                "task": "{task}",
+                "seed": "{seed}",
+                "variant": "{variant}",
+            },
+            caption="../report/evaluation.rst",
+        ),
+        predictions="results/evaluate/{model}/{task}/seed{seed}/{variant}.predictions.jsonl",
+    log:
+        "results/logs/evaluate/{model}/{task}/seed{seed}/{variant}.log",
+    benchmark:
+        "results/benchmarks/evaluate/{model}/{task}/seed{seed}/{variant}.tsv"
+    threads: 8
+    resources:
+        mem_mb=8000,
+        runtime=60,
+    params:
+        model=lambda wc: MODELS[wc.model],
+        device=CONFIG["device"],
+        prompt=lambda wc: TASKS[wc.task]["prompt"],
+        train_events=lambda wc: (
+            TASKS[wc.task]["train_events"] if wc.variant != "base" else None
+        ),
+        test_events=lambda wc: TASKS[wc.task]["test_events"],
+        evaluation=CONFIG["evaluation"],
+    script:
+        "../scripts/evaluate.py"

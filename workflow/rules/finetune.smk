@@ -1,0 +1,48 @@
+rule finetune:
+    """Train a LoRA adapter; a run that was cut short goes on from its last checkpoint."""
+    input:
+        unpack(lambda wc: corpus_of(wc.task, wc.seed)),
+        model="results/models/{model}.json",
+    output:
+        **{
+            key: f"results/finetune/{{model}}/{{task}}/seed{{seed}}/{{adapter}}/{name}"
+            for key, name in (
+                ("weights", "adapter_model.safetensors"),
+                ("config", "adapter_config.json"),
+                ("card", "README.md"),
+            )
+        },
+        training="results/finetune/{model}/{task}/seed{seed}/{adapter}/training.json",
+        loss=report(
+            "results/finetune/{model}/{task}/seed{seed}/{adapter}/loss.svg",
+            category="Training",
+            labels={
+                "model": "{model}",
+                "task": "{task}",
+                "seed": "{seed}",
+                "adapter": "{adapter}",
+            },
+            caption="../report/loss.rst",
+        ),
+    log:
+        "results/logs/finetune/{model}/{task}/seed{seed}/{adapter}.log",
+    benchmark:
+        "results/benchmarks/finetune/{model}/{task}/seed{seed}/{adapter}.tsv"
+    threads: 8
+    resources:
+        mem_mb=16000,
+        runtime=240,
+    params:
+        model=lambda wc: MODELS[wc.model],
+        device=CONFIG["device"],
+        prompt=lambda wc: TASKS[wc.task]["prompt"],
+        train_events=lambda wc: TASKS[wc.task]["train_events"],
+        adapter=lambda wc: {
+            key: value
+            for key, value in ADAPTERS[wc.adapter].items()
+            if key not in ("models", "tasks")
+        },
+        # Outside of the outputs: Snakemake deletes those before a job runs again.
+        checkpoints="results/checkpoints/{model}/{task}/seed{seed}/{adapter}",
+    script:
+        "../scripts/finetune.py"

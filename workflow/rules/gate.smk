@@ -1,0 +1,92 @@
+rule shortcut_gate:
+    """Ask whether a corpus's labels can be told from shape alone."""
+    input:
+        corpus="results/corpus/{task}/seed{seed}.jsonl",
+        manifest="results/corpus/{task}/seed{seed}.manifest.json",
+    output:
+        report(
+            "results/gate/shortcut/{task}/seed{seed}.json",
+            category="Gates",
+            subcategory="Shortcut",
+            labels={"task": "{task}", "seed": "{seed}"},
+            caption="../report/shortcut.rst",
+        ),
+    log:
+        "results/logs/shortcut_gate/{task}/seed{seed}.log",
+    benchmark:
+        "results/benchmarks/shortcut_gate/{task}/seed{seed}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    params:
+        settings={
+            key: value
+            for key, value in CONFIG["shortcut_gate"].items()
+            if key != "enforce"
+        },
+    script:
+        "../scripts/shortcut_gate.py"
+
+
+rule admit_corpus:
+    """Stop here when the corpus leaks: nothing behind this file gets a GPU."""
+    input:
+        gate="results/gate/shortcut/{task}/seed{seed}.json",
+    output:
+        "results/gate/admission/{task}/seed{seed}.json",
+    log:
+        "results/logs/admit_corpus/{task}/seed{seed}.log",
+    benchmark:
+        "results/benchmarks/admit_corpus/{task}/seed{seed}.tsv"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=5,
+    params:
+        enforce=CONFIG["shortcut_gate"]["enforce"],
+    script:
+        "../scripts/admit_corpus.py"
+
+
+rule promotion_gate:
+    """Ask whether an adapter is really better than its base."""
+    input:
+        unpack(
+            lambda wc: {
+                f"{role}{suffix}": (
+                    f"results/evaluate/{wc.model}/{wc.task}/seed{wc.seed}/{variant}{ending}"
+                )
+                for role, variant in (("base", "base"), ("adapter", wc.adapter))
+                for suffix, ending in (
+                    ("", ".json"),
+                    ("_predictions", ".predictions.jsonl"),
+                )
+            }
+        ),
+        shortcut="results/gate/shortcut/{task}/seed{seed}.json",
+    output:
+        report(
+            "results/gate/promotion/{model}/{task}/seed{seed}/{adapter}.json",
+            category="Gates",
+            subcategory="Promotion",
+            labels={
+                "model": "{model}",
+                "task": "{task}",
+                "seed": "{seed}",
+                "adapter": "{adapter}",
+            },
+            caption="../report/promotion.rst",
+        ),
+    log:
+        "results/logs/promotion_gate/{model}/{task}/seed{seed}/{adapter}.log",
+    benchmark:
+        "results/benchmarks/promotion_gate/{model}/{task}/seed{seed}/{adapter}.tsv"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=10,
+    params:
+        settings=CONFIG["promotion_gate"],
+    script:
+        "../scripts/promotion_gate.py"

