@@ -1,5 +1,6 @@
 # Helpers only: the checked configuration, and the lists that rules expand.
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,13 @@ try:
 except InputError as error:
     print(f"pharos: error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
+
+# Jobs find the library of this checkout, also in an environment where it is not installed.
+SOURCE = str(Path(workflow.basedir) / "src")
+if SOURCE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [SOURCE, os.environ.get("PYTHONPATH")])
+    )
 
 if workflow.is_main_process:
     clear_stale_lock()
@@ -44,9 +52,22 @@ def corpus_of(task, seed):
     }
 
 
-def adapter_folder(model, task, train_seed, adapter):
-    """Where the adapter lies that was trained on a corpus seed."""
-    return f"results/finetune/{model}/{task}/seed{train_seed}/{adapter}"
+def adapter_file(model, task, test_seed, adapter, name):
+    """A file of the adapter that is tested on a corpus seed."""
+    train_seed = train_seed_of(task, test_seed)
+    return f"results/finetune/{model}/{task}/seed{train_seed}/{adapter}/{name}"
+
+
+def evaluation_input(wc):
+    """Corpus, model, and the adapter's files where the variant is one."""
+    files = {**corpus_of(wc.task, wc.seed), "model": f"results/models/{wc.model}.json"}
+    if wc.variant != "base":
+        cell = (wc.model, wc.task, wc.seed, wc.variant)
+        files["adapter"] = adapter_file(*cell, "adapter_model.safetensors")
+        files["adapter_config"] = adapter_file(*cell, "adapter_config.json")
+        train_seed = train_seed_of(wc.task, wc.seed)
+        files["trained_on"] = f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
+    return files
 
 
 def is_trained(adapter, model, task):

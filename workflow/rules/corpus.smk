@@ -9,6 +9,8 @@ rule corpus:
         "results/logs/corpus/{task}/seed{seed}.log",
     benchmark:
         "results/benchmarks/corpus/{task}/seed{seed}.tsv"
+    conda:
+        "../../environment.yml"
     threads: 1
     resources:
         mem_mb=2000,

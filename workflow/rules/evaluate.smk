@@ -1,15 +1,3 @@
-def evaluation_input(wc):
-    """Corpus, model, and the adapter's files where the variant is one."""
-    files = {**corpus_of(wc.task, wc.seed), "model": f"results/models/{wc.model}.json"}
-    if wc.variant != "base":
-        train_seed = train_seed_of(wc.task, wc.seed)
-        folder = adapter_folder(wc.model, wc.task, train_seed, wc.variant)
-        files["adapter"] = f"{folder}/adapter_model.safetensors"
-        files["adapter_config"] = f"{folder}/adapter_config.json"
-        files["trained_on"] = f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
-    return files
-
-
 rule evaluate:
     """Ask a model, or a model with an adapter, about every test event of a corpus."""
     input:
@@ -31,6 +19,8 @@ rule evaluate:
         "results/logs/evaluate/{model}/{task}/seed{seed}/{variant}.log",
     benchmark:
         "results/benchmarks/evaluate/{model}/{task}/seed{seed}/{variant}.tsv"
+    conda:
+        "../../environment.yml"
     threads: 8
     resources:
         mem_mb=8000,

@@ -28,6 +28,8 @@ rule finetune:
         "results/logs/finetune/{model}/{task}/seed{seed}/{adapter}.log",
     benchmark:
         "results/benchmarks/finetune/{model}/{task}/seed{seed}/{adapter}.tsv"
+    conda:
+        "../../environment.yml"
     threads: 8
     resources:
         mem_mb=16000,

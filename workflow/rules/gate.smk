@@ -15,6 +15,8 @@ rule shortcut_gate:
         "results/logs/shortcut_gate/{task}/seed{seed}.log",
     benchmark:
         "results/benchmarks/shortcut_gate/{task}/seed{seed}.tsv"
+    conda:
+        "../../environment.yml"
     threads: 1
     resources:
         mem_mb=4000,
@@ -39,6 +41,8 @@ rule admit_corpus:
         "results/logs/admit_corpus/{task}/seed{seed}.log",
     benchmark:
         "results/benchmarks/admit_corpus/{task}/seed{seed}.tsv"
+    conda:
+        "../../environment.yml"
     threads: 1
     resources:
         mem_mb=1000,
@@ -82,6 +86,8 @@ rule promotion_gate:
         "results/logs/promotion_gate/{model}/{task}/seed{seed}/{adapter}.log",
     benchmark:
         "results/benchmarks/promotion_gate/{model}/{task}/seed{seed}/{adapter}.tsv"
+    conda:
+        "../../environment.yml"
     threads: 1
     resources:
         mem_mb=2000,

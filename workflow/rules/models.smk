@@ -8,6 +8,8 @@ rule prefetch:
         "results/logs/prefetch/{model}.log",
     benchmark:
         "results/benchmarks/prefetch/{model}.tsv"
+    conda:
+        "../../environment.yml"
     threads: 1
     resources:
         mem_mb=8000,

@@ -9,13 +9,7 @@ rule report:
             f"results/evaluate/{model}/{task}/seed{seed}/{variant}.json"
             for model, task, seed, variant in EVALUATIONS
         ],
-        trainings=sorted(
-            {
-                adapter_folder(model, task, train_seed_of(task, seed), variant)
-                + "/training.json"
-                for model, task, seed, variant in PROMOTIONS
-            }
-        ),
+        trainings=sorted({adapter_file(*cell, "training.json") for cell in PROMOTIONS}),
         promotions=[
             f"results/gate/promotion/{model}/{task}/seed{seed}/{variant}.json"
             for model, task, seed, variant in PROMOTIONS
@@ -35,6 +29,8 @@ rule report:
         "results/logs/report.log",
     benchmark:
         "results/benchmarks/report.tsv"
+    conda:
+        "../../environment.yml"
     threads: 1
     resources:
         mem_mb=2000,
