@@ -1,10 +1,9 @@
 # Helpers only: the checked configuration, and the lists that rules expand.
 
-import os
 import sys
 from pathlib import Path
 
-from pharos.cluster.coordinator import clear_stale_lock
+from pharos.cluster.coordinator import clear_stale_lock, share_code
 from pharos.config import load_config, seed_pairs
 from pharos.errors import InputError
 
@@ -16,13 +15,7 @@ except InputError as error:
     print(f"pharos: error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
 
-# Jobs find the library of this checkout, also in an environment where it is not installed.
-SOURCE = str(Path(workflow.basedir) / "src")
-if SOURCE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [SOURCE, os.environ.get("PYTHONPATH")])
-    )
-
+share_code()
 if workflow.is_main_process:
     clear_stale_lock()
 

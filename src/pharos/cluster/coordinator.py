@@ -6,7 +6,15 @@ import os
 from pathlib import Path
 
 LOCK_FILE = "coordinator.lock"
+SOURCE_FOLDER = Path(__file__).resolve().parents[2]
 _held: list[int] = []
+
+
+def share_code() -> None:
+    """Let jobs find this library also in an environment where it is not installed."""
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if str(SOURCE_FOLDER) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(SOURCE_FOLDER), *paths])
 
 
 def clear_stale_lock(working_folder: Path | str = ".") -> int:
