@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from records import made, noisy, said
 from sklearn.metrics import f1_score, precision_score, recall_score, roc_auc_score
 
 from pharos.errors import InputError
@@ -13,44 +14,6 @@ from pharos.predictions import columns_of, predictions_path
 from pharos.resampling import cluster_weights, stream
 
 SETTINGS = {"bootstrap": 400, "seed": 0}
-
-
-def record(number, label, answer, margin=None, *, fragile=False, cluster=None):
-    return {
-        "id": f"e{number}",
-        "cluster": cluster or f"e{number}",
-        "group": "g",
-        "label": label,
-        "answer": answer,
-        "parsed": answer is not None,
-        "margin": margin,
-        "fragile": fragile,
-    }
-
-
-def said(answer):
-    return "positive" if answer else "negative"
-
-
-def made(labels, answers, **fields):
-    return [
-        record(number, label, said(answer), 1.0 if answer else -1.0, **fields)
-        for number, (label, answer) in enumerate(zip(labels, answers, strict=True))
-    ]
-
-
-def noisy(n, seed=0, per_cluster=1, skill=1.0):
-    """Scored answers of a model with some skill."""
-    rng = np.random.default_rng(seed)
-    labels = rng.random(n // per_cluster) < 0.4
-    records = []
-    for number in range(n):
-        label = bool(labels[number // per_cluster])
-        margin = float(rng.normal(skill if label else -skill, 1.5))
-        records.append(
-            record(number, label, said(margin > 0), margin, cluster=f"c{number // per_cluster}")
-        )
-    return records
 
 
 def concern(result, part):
@@ -186,7 +149,9 @@ def test_floors():
 
 
 def test_an_interval_that_reaches_its_floor_is_said():
-    result = measure(noisy(60, skill=0.6), SETTINGS)
+    labels, answers = [True] * 24 + [False] * 36, [True, False] * 6 + [True] * 12 + [False] * 36
+    answers[-12:] = [True] * 12
+    result = measure(made(labels, answers), SETTINGS)
     assert result["metrics"]["accuracy"]["value"] > result["floors"]["majority_accuracy"]
     assert concern(result, "n = 60 cannot tell it from that floor")
 
