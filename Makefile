@@ -33,6 +33,7 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff format src tests workflow/scripts
 	$(BIN)/ruff check --fix src tests workflow/scripts
 	$(BIN)/snakefmt Snakefile workflow/rules
+	$(BIN)/python -m pharos.config_manual workflow/schemas/config.schema.yaml > config/README.md
 
 clean:
 	rm -rf results .snakemake .cache .mypy_cache .ruff_cache .pytest_cache

@@ -2,7 +2,6 @@
 
 import copy
 import difflib
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,11 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from pharos.errors import InputError
+
+CORPUS_KEYS = {
+    "generator": ("events", "positive_share", "decoy_share"),
+    "file": ("positive", "columns", "categorical"),
+}
 
 
 def load_config(raw: Mapping[str, Any], schema_path: Path | str) -> dict[str, Any]:
@@ -34,6 +38,7 @@ def load_config(raw: Mapping[str, Any], schema_path: Path | str) -> dict[str, An
     errors = sorted(Draft202012Validator(schema).iter_errors(config), key=_depth_first)
     if errors:
         raise InputError(f"config: {_in_words(errors[0])}")
+    _check_corpus_keys(config)
     filled: dict[str, Any] = _fill_defaults(config, schema, schema)
     _check_references(filled)
     _check_corpora(filled)
@@ -95,7 +100,8 @@ def did_you_mean(name: str, known: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known) or 'none'}"
 
 
-def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of the schema with its ``$ref`` (inside ``root``) replaced by what it names."""
     reference = schema.get("$ref")
     if reference is None:
         return schema
@@ -106,13 +112,13 @@ def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str,
 
 
 def _fill_defaults(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    schema = _resolve(schema, root)
+    schema = resolve(schema, root)
     if not isinstance(value, dict):
         return value
     properties = schema.get("properties", {})
     extra = schema.get("additionalProperties")
     for key, part in properties.items():
-        part = _resolve(part, root)
+        part = resolve(part, root)
         if key not in value and "default" in part:
             value[key] = copy.deepcopy(part["default"])
         if key in value:
@@ -138,6 +144,18 @@ def _check_references(config: dict[str, Any]) -> None:
     for name, model in config["models"].items():
         if "dir" in model and not Path(model["dir"]).is_dir():
             raise InputError(f"config: models.{name}.dir: no folder {model['dir']!r}")
+
+
+def _check_corpus_keys(config: dict[str, Any]) -> None:
+    """A key that the corpus's other source would read does nothing here: refuse it."""
+    for name, task in config["tasks"].items():
+        source = "generator" if "generator" in task["corpus"] else "file"
+        for key in CORPUS_KEYS["file" if source == "generator" else "generator"]:
+            if key in task["corpus"]:
+                raise InputError(
+                    f"config: tasks.{name}.corpus.{key}: has no meaning for a corpus from "
+                    f"a {source}; known: {', '.join(CORPUS_KEYS[source])}"
+                )
 
 
 def _check_corpora(config: dict[str, Any]) -> None:
@@ -192,8 +210,3 @@ def seed_pairs(task: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """``(train seed, test seed)`` for every test seed of a task."""
     train, test = task["seeds"]["train"], task["seeds"]["test"]
     return zip(train * len(test) if len(train) == 1 else train, test, strict=True)
-
-
-def is_plain_name(name: str) -> bool:
-    """Whether ``name`` may stand in a result path."""
-    return re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name) is not None

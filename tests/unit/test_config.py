@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from pharos.config import load_config, seed_pairs
+from pharos.config_manual import config_manual
 from pharos.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,7 @@ def test_every_key_of_the_schema_has_a_description():
         (["tasks", "watch", "corpus"], {"file": "none.jsonl"}, "'none.jsonl' cannot be read"),
         (["tasks", "watch", "corpus"], {"generator": "watch"}, "the key 'events' is missing"),
         (["tasks", "watch", "corpus", "generator"], "wach", "did you mean watch?"),
+        (["tasks", "watch", "corpus", "columns"], {}, "corpus.columns: has no meaning"),
         (["shortcut_gate", "ceiling"], 0.5, "shortcut_gate.ceiling: 0.5"),
     ],
 )
@@ -118,3 +120,8 @@ def test_one_file_cannot_be_cut_in_two_ways(tmp_path):
 def test_one_train_seed_serves_all_test_seeds():
     assert list(seed_pairs({"seeds": {"train": [1], "test": [7, 11]}})) == [(1, 7), (1, 11)]
     assert list(seed_pairs({"seeds": {"train": [1, 2], "test": [7, 11]}})) == [(1, 7), (2, 11)]
+
+
+def test_the_manual_is_the_schemas():
+    manual = (ROOT / "config/README.md").read_text()
+    assert manual == config_manual(yaml.safe_load(SCHEMA.read_text())), "run: make format"
