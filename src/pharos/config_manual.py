@@ -30,10 +30,14 @@ This page is made from the schema by `make format`; a test holds the two togethe
 def config_manual(schema: Mapping[str, Any]) -> str:
     """The manual as Markdown: one row a key, in the schema's order."""
     rows = [
-        f"| `{key}` | {_one_line(part.get('description', ''))} | {_values(part)} | {_default(part)} |"
+        _row(f"`{key}`", _one_line(part.get("description", "")), _values(part), _default(part))
         for key, part in _keys(schema, schema, "")
     ]
     return INTRODUCTION + "\n".join(rows) + "\n"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _keys(
