@@ -99,8 +99,9 @@ def promotion_gate(
     did not decide); ``checks`` (``name``, ``holds``, ``says``); ``n``, ``clusters``,
     ``positives``; ``base`` and ``adapter`` (``f1``, ``accuracy``, ``auroc``, each with value and
     limits, ``unparsed``, ``fragile``); ``f1_gain`` (``value``, ``low``, ``high``, ``minimum``,
-    and the limits ``without_flips``); ``mcnemar`` (clusters ``better`` and ``worse``, ``p_value``, and the p values under the worst
-    and best flips); ``floors``; ``shortcut_verdict``; ``fingerprint``.
+    and the limits ``without_flips``); ``mcnemar`` (clusters ``better`` and
+    ``worse``, ``p_value``, and the same under ``worst_flips`` and ``best_flips``); ``floors``;
+    ``shortcut_verdict``; ``fingerprint``.
 
     Raises
     ------
