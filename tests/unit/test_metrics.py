@@ -211,7 +211,9 @@ def test_fragile_verdicts_widen_intervals_by_their_worst_and_best_flips():
     for item in predictions:
         item["fragile"] = abs(item["margin"]) < 0.3
     shaky = measure(predictions, SETTINGS)
-    assert shaky["fragile"] > 5
+    flagged = [item["id"] for item in predictions if item["fragile"]]
+    assert shaky["fragile"] == {"count": len(flagged), "ids": flagged}
+    assert len(flagged) > 5
     assert concern(shaky, "within the numerical noise")
     for name in METRICS:
         assert shaky["metrics"][name]["value"] == sure["metrics"][name]["value"]

@@ -69,8 +69,8 @@ def measure(
 
     Returns
     -------
-    ``n``, ``clusters``, ``positives``, ``unparsed``, ``fragile`` (counts); ``metrics``, each
-    with ``value``, ``low`` and ``high`` (95 %), ``undefined_resamples``, and where ``value`` is
+    ``n``, ``clusters``, ``positives``, ``unparsed`` (counts); ``fragile`` (``count`` and ``ids``,
+    in order); ``metrics``, each with ``value``, ``low`` and ``high`` (95 %), ``undefined_resamples``, and where ``value`` is
     ``None`` the ``reason``; ``floors`` (``majority_accuracy``; ``always_positive_f1``;
     ``positive_share``, which is the precision of answering positive to everything);
     ``confusion``; ``interval`` (how the limits were made); ``concerns``, sentences.
@@ -92,7 +92,12 @@ def measure(
         "clusters": columns.n_clusters,
         "positives": positives,
         "unparsed": int(unparsed.sum()),
-        "fragile": int(columns.fragile.sum()),
+        "fragile": {
+            "count": int(columns.fragile.sum()),
+            "ids": [
+                item for item, shaky in zip(columns.ids, columns.fragile, strict=True) if shaky
+            ],
+        },
         "metrics": metrics,
         "floors": {
             "majority_accuracy": max(positives, n - positives) / n,
@@ -291,7 +296,7 @@ def _against_floors(result: Mapping[str, Any]) -> list[str]:
 
 def _answers(result: Mapping[str, Any]) -> list[str]:
     n, cells = result["n"], result["confusion"]
-    unparsed, fragile = result["unparsed"], result["fragile"]
+    unparsed, fragile = result["unparsed"], result["fragile"]["count"]
     found = []
     hits, alarms = cells["true_positive"], cells["false_positive"]
     said_positive = (

@@ -117,7 +117,7 @@ def promotion_gate(
 
     gain = _f1_gain(before, after, settings)
     test = _mcnemar(before, after)
-    scores = {"base": _scores(base), "adapter": _scores(adapter)}
+    scores = {"base": _scores(base, before), "adapter": _scores(adapter, after)}
     if scores["adapter"]["auroc"]["value"] is None:
         scores["adapter"]["auroc"] = _auc_of_answers(after, settings)
     floors = {
@@ -221,13 +221,17 @@ def _belongs(name: str, artifact: Mapping[str, Any], columns: Columns) -> None:
         )
 
 
-def _scores(artifact: Mapping[str, Any]) -> dict[str, Any]:
+def _scores(artifact: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     result = artifact["result"]
     limits = {
         name: {key: result["metrics"][name][key] for key in ("value", "low", "high")}
         for name in ("f1", "accuracy", "auroc")
     }
-    return {**limits, "unparsed": result["unparsed"], "fragile": result["fragile"]}
+    return {
+        **limits,
+        "unparsed": int((~columns.parsed).sum()),
+        "fragile": int(columns.fragile.sum()),
+    }
 
 
 def _f1_gain(before: Columns, after: Columns, settings: Mapping[str, Any]) -> dict[str, Any]:
