@@ -71,7 +71,8 @@ def measure(
     -------
     ``n``, ``clusters``, ``positives``, ``unparsed`` (counts); ``fragile`` (``count`` and ``ids``,
     in order); ``metrics``, each with ``value``, ``low`` and ``high`` (95 %),
-    ``undefined_resamples``, and where ``value`` is ``None`` the ``reason``; ``floors`` (``majority_accuracy``; ``always_positive_f1``;
+    ``undefined_resamples``, and where ``value`` is ``None`` the ``reason``; ``floors``
+    (``majority_accuracy``; ``always_positive_f1``;
     ``positive_share``, which is the precision of answering positive to everything);
     ``confusion``; ``interval`` (how the limits were made); ``concerns``, sentences.
 
