@@ -31,9 +31,8 @@ def model_folder(model_result: Mapping[str, Any], model_config: Mapping[str, Any
     if source["kind"] == "wheel":
         return converted_folder(model_result["key"])
     if source["kind"] == "hub":
-        name = "models--" + source["repository"].replace("/", "--")
-        hub: Path = set_up_hub(offline=True)
-        return hub / name / "snapshots" / str(source["commit"])
+        name = str(source["repository"]).replace("/", "--")
+        return set_up_hub(offline=True) / f"models--{name}" / "snapshots" / str(source["commit"])
     return Path(model_config["dir"])
 
 

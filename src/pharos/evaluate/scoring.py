@@ -1,0 +1,259 @@
+"""Log-likelihood of every answer after every prompt, without work done twice.
+
+A prompt and its answers are one row: the prompt's tokens, then the answers' tokens as a trie
+whose branches do not see each other (attention mask) and start at the same position (position
+ids). The tokens that all prompts begin with are run once, and their keys and values serve every
+batch. Rows are padded on the right, where causal attention never looks, and the output layer
+sees only the positions that are read.
+
+Where a model's cache is not plain keys and values of every token (sliding windows, recurrent
+layers) or its positions depend on the length of the row, each answer is a row of its own
+behind a whole prompt.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pharos.errors import CheckFailed, InputError
+from pharos.evaluate.prompts import ANSWERS, Prompt, shared_prefix_length
+
+RESCALED_POSITIONS = ("dynamic", "longrope")
+# Each read is a row of the vocabulary's width in float32: 0.3 GB at 150,000 words.
+READS_IN_A_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch.
+
+    ``tokens`` and ``positions`` are of equal length; ``allowed[i, j]`` says whether token i
+    attends to token j; a read ``(answer, i, token)`` adds the log-probability of ``token``
+    after position i to that answer. ``item`` is the index of the prompt.
+    """
+
+    item: int
+    tokens: list[int]
+    positions: list[int]
+    allowed: npt.NDArray[np.bool_]
+    reads: list[tuple[str, int, int]]
+
+
+def scored_answers(prompts: Sequence[Prompt], end_id: int | None) -> list[dict[str, list[int]]]:
+    """The tokens whose probability is an answer's, for every prompt.
+
+    Where the tokens of one answer begin the other's, the shorter could only win; the end token
+    then belongs to both, in all prompts.
+
+    Raises
+    ------
+    InputError
+        If both answers have the same tokens, or an end token is needed and there is none.
+    """
+    nested = False
+    for prompt in prompts:
+        shorter, longer = sorted((prompt.answers[name] for name in ANSWERS), key=len)
+        if shorter == longer:
+            raise InputError(f"item {prompt.id!r}: both answers are the same tokens")
+        nested = nested or longer[: len(shorter)] == shorter
+    if not nested:
+        return [prompt.answers for prompt in prompts]
+    if end_id is None:
+        raise InputError("one answer begins with the other, and the tokenizer has no end token")
+    return [{n: [*p.answers[n], end_id] for n in ANSWERS} for p in prompts]
+
+
+@torch.inference_mode()
+def score(
+    model: Any,
+    prompts: Sequence[list[int]],
+    answers: Sequence[Mapping[str, Sequence[int]]],
+    batch_tokens: int = 2048,
+    share_prefix: bool = True,
+    done: Callable[[int], None] | None = None,
+) -> list[dict[str, float]]:
+    """Log-probability of each answer after each prompt, in natural logarithms.
+
+    Parameters
+    ----------
+    model
+        A causal language model of transformers (or a peft model around one), in eval mode.
+    prompts
+        Tokens of the prompts.
+    answers
+        For each prompt, the tokens of its answers by name.
+    batch_tokens
+        Most tokens in a batch, padding counted; a longer row is a batch of its own.
+    share_prefix
+        Run the tokens that all prompts begin with once (where that is exact).
+    done
+        Called with the number of prompts finished after each batch.
+
+    Returns
+    -------
+    For each prompt, ``{answer: log-probability}``, in the order given.
+
+    Raises
+    ------
+    CheckFailed
+        If a log-probability is not a finite number.
+    """
+    plain = has_plain_cache(model)
+    prefix = shared_prefix_length(prompts) if plain and share_prefix and len(prompts) > 1 else 0
+    rows = [
+        row
+        for item, (prompt, ends) in enumerate(zip(prompts, answers, strict=True))
+        for row in (
+            [trie_row(item, prompt, ends, prefix)] if plain else chain_rows(item, prompt, ends)
+        )
+    ]
+    shared = prefill(model, prompts[0][:prefix]) if prefix else []
+    scores = [dict.fromkeys(ends, 0.0) for ends in answers]
+    left = Counter(row.item for row in rows)
+    for batch in batches(rows, batch_tokens):
+        for row, values in zip(batch, _read(model, batch, shared, plain), strict=True):
+            for (name, _, _), value in zip(row.reads, values, strict=True):
+                if not math.isfinite(value):
+                    raise CheckFailed(f"the model's log-probabilities are not finite ({value})")
+                scores[row.item][name] += value
+            left[row.item] -= 1
+        if done is not None:
+            done(sum(left[item] == 0 for item in {row.item for row in batch}))
+    return scores
+
+
+def has_plain_cache(model: Any) -> bool:
+    """Whether keys and values of a prefix serve any continuation of it as they are."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in RESCALED_POSITIONS:
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return len(layers) > 0 and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def trie_row(
+    item: int, prompt: Sequence[int], answers: Mapping[str, Sequence[int]], prefix: int = 0
+) -> Row:
+    """A prompt behind its first ``prefix`` tokens, and its answers as a trie."""
+    tokens = list(prompt[prefix:])
+    size = len(tokens)
+    positions = list(range(prefix, prefix + size))
+    parents = list(range(-1, size - 1))
+    reads = []
+    children: dict[tuple[int, int], int] = {}
+    for name, answer in answers.items():
+        node = size - 1
+        for place, token in enumerate(answer):
+            reads.append((name, node, token))
+            if place == len(answer) - 1:
+                break  # nothing is read after an answer's last token
+            if (node, token) not in children:
+                children[node, token] = len(tokens)
+                tokens.append(token)
+                positions.append(positions[node] + 1)
+                parents.append(node)
+            node = children[node, token]
+    allowed = np.zeros((len(tokens), len(tokens)), dtype=bool)
+    allowed[:size, :size] = np.tri(size, dtype=bool)
+    for node in range(size, len(tokens)):
+        allowed[node] = allowed[parents[node]]
+        allowed[node, node] = True
+    return Row(item, tokens, positions, allowed, reads)
+
+
+def chain_rows(item: int, prompt: Sequence[int], answers: Mapping[str, Sequence[int]]) -> list[Row]:
+    """Each answer behind its own copy of the prompt: what a plain loop would run."""
+    return [trie_row(item, prompt, {name: answer}) for name, answer in answers.items()]
+
+
+def batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
+    """Rows from long to short, cut where the padded batch would exceed ``batch_tokens``."""
+    batch: list[Row] = []
+    reads = 0
+    for row in sorted(rows, key=lambda row: (-len(row.tokens), row.item)):
+        reads += len(row.reads)
+        full = bool(batch) and len(batch[0].tokens) * (len(batch) + 1) > batch_tokens
+        if full or (batch and reads > READS_IN_A_BATCH):
+            yield batch
+            batch, reads = [], len(row.reads)
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def prefill(model: Any, tokens: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of ``tokens``, for each layer of shape [1, heads, tokens, width]."""
+    from transformers.cache_utils import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor([list(tokens)], device=model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def cache_for(shared: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int, config: Any) -> Any:
+    """A cache that holds a prefix for ``rows`` rows; empty where nothing is shared."""
+    from transformers.cache_utils import DynamicCache
+
+    cache = DynamicCache(config=config)
+    for layer, (keys, values) in zip(cache.layers, shared, strict=False):
+        # Views: the rows share the prefix's memory until a layer appends to its own.
+        layer.lazy_initialization(keys, values)
+        layer.keys = keys.expand(rows, -1, -1, -1)
+        layer.values = values.expand(rows, -1, -1, -1)
+    return cache
+
+
+def _read(
+    model: Any,
+    batch: Sequence[Row],
+    shared: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    plain: bool,
+) -> list[list[float]]:
+    """Log-probabilities of every row's reads, in the order of the reads."""
+    prefix = shared[0][0].shape[-2] if shared else 0
+    width = max(len(row.tokens) for row in batch)
+    ids = np.zeros((len(batch), width), dtype=np.int64)
+    positions = np.full((len(batch), width), prefix, dtype=np.int64)
+    allowed = np.zeros((len(batch), width, prefix + width), dtype=bool)
+    allowed[:, :, :prefix] = True
+    padding = np.arange(width)
+    allowed[:, padding, prefix + padding] = True
+    present = np.zeros((len(batch), width), dtype=np.int64)
+    wanted = np.zeros((len(batch), width), dtype=bool)
+    for index, row in enumerate(batch):
+        size = len(row.tokens)
+        ids[index, :size] = row.tokens
+        positions[index, :size] = row.positions
+        allowed[index, :size, prefix : prefix + size] = row.allowed
+        present[index, :size] = 1
+        wanted[index, [node for _, node, _ in row.reads]] = True
+    device = model.device
+    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(ids).to(device), "use_cache": False}
+    if plain:
+        mask = torch.zeros(allowed.shape, dtype=model.dtype)
+        mask.masked_fill_(torch.from_numpy(~allowed), torch.finfo(model.dtype).min)
+        inputs["attention_mask"] = mask[:, None].to(device)
+        inputs["position_ids"] = torch.from_numpy(positions).to(device)
+    else:
+        inputs["attention_mask"] = torch.from_numpy(present).to(device)
+    if shared:
+        inputs["past_key_values"] = cache_for(shared, len(batch), model.config)
+        inputs["use_cache"] = True
+    # A mask of positions gives the output layer a matrix of just these rows: [reads, width].
+    logits = model(**inputs, logits_to_keep=torch.from_numpy(wanted).to(device)).logits.float()
+    line = np.cumsum(wanted).reshape(wanted.shape) - 1
+    lines = [line[index, node] for index, row in enumerate(batch) for _, node, _ in row.reads]
+    tokens = [token for row in batch for _, _, token in row.reads]
+    picked = logits[lines, tokens] - torch.logsumexp(logits, dim=-1)[lines]
+    values = iter(picked.double().tolist())
+    return [[next(values) for _ in row.reads] for row in batch]
