@@ -1,0 +1,105 @@
+"""What the workflow says before it does anything."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TASK, jobs_in, tiny_config
+
+
+def test_a_dry_run_lists_every_step_of_the_default():
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake", "-n", "--forceall"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert jobs_in(done) == {
+        "corpus": 2,
+        "prefetch": 1,
+        "shortcut_gate": 2,
+        "admit_corpus": 2,
+        "evaluate": 2,
+        "finetune": 1,
+        "promotion_gate": 1,
+        "report": 1,
+    }
+
+
+def test_the_cluster_sweep_plans_a_base_once_per_seed_and_nothing_of_the_default(tmp_path):
+    command = [sys.executable, "-m", "snakemake", "-n", "--snakefile", str(ROOT / "Snakefile")]
+    done = subprocess.run(
+        [*command, "--directory", str(tmp_path), "--configfile", str(ROOT / "config/cluster.yaml")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    jobs = jobs_in(done)
+    assert jobs["prefetch"] == 6
+    assert jobs["evaluate"] == 6 * 7 + 4 * 7
+    assert jobs["finetune"] == jobs["promotion_gate"] == 4 * 7
+    assert "smollm2" not in done.stdout
+
+
+def test_the_slurm_profile_sends_gpu_rules_to_the_gpu_partition(tmp_path):
+    command = [sys.executable, "-m", "snakemake", "-n", "--snakefile", str(ROOT / "Snakefile")]
+    done = subprocess.run(
+        [*command, "--directory", str(tmp_path), "--profile", str(ROOT / "profiles/slurm")]
+        + ["--configfile", str(ROOT / "config/cluster.yaml")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    partition = {}
+    rule = None
+    for line in done.stdout.splitlines():
+        if line.startswith(("rule ", "localrule ")):
+            rule = line.split()[1].rstrip(":")
+        elif "resources:" in line and "slurm_partition=" in line:
+            partition[rule] = line.split("slurm_partition=")[1].split(",")[0]
+    gpu_rules = {rule for rule, name in partition.items() if name == "gpu"}
+    assert gpu_rules == {"evaluate", "finetune"}
+    assert set(partition.values()) == {"cpu", "gpu"}
+
+
+@pytest.mark.parametrize("what", ["--dag", "--rulegraph"])
+def test_the_graph_is_printed_as_a_graph(workspace, tiny_model, what):
+    workspace.configure(tiny_config(tiny_model))
+    done = workspace.snakemake(what)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("digraph")
+    assert "promotion_gate" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modles": {}}, "unknown key modles; did you mean models?"),
+        ({"device": 3}, "device: 3 is unknown"),
+        ({"tasks": {"watch": {**TASK, "test_events": "many"}}}, "expected integer"),
+        (
+            {"tasks": {"watch": {**TASK, "corpus": {"file": "missing file.jsonl"}}}},
+            "tasks.watch.corpus.file: 'missing file.jsonl' cannot be read",
+        ),
+        ({"adapters": {"lora": {"models": ["tyni"]}}}, "unknown model 'tyni'; did you mean tiny?"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_and_status_2(workspace, tiny_model, change, message):
+    workspace.configure(tiny_config(tiny_model, **change))
+    done = workspace.snakemake("-n")
+    errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert done.returncode == 2
+    assert len(errors) == 1
+    assert errors[0].startswith("pharos: error: config: ")
+    assert message in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_empty_configuration_is_refused_in_one_line(workspace):
+    workspace.configure("{}\n")
+    done = workspace.snakemake("-n")
+    assert done.returncode == 2
+    assert "the key 'models' is missing" in done.stderr
