@@ -1,0 +1,410 @@
+"""``results/report/index.html``: one page, made from artifacts alone, that needs nothing else."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from pharos.report.figures import interval_strip, loss_curve, null_histogram
+from pharos.report.leaderboard import (
+    METRICS,
+    baseline_of,
+    floors_of,
+    gate_of,
+    leaderboard_rows,
+    write_leaderboard,
+)
+from pharos.report.sources import Source, load_sources
+from pharos.runtime.artifacts import write_text_atomic
+
+Paths = Iterable[Path | str]
+NAMES = {
+    "f1": "F1",
+    "accuracy": "Accuracy",
+    "auroc": "AUROC",
+    "precision": "Precision",
+    "recall": "Recall",
+}
+KINDS = {
+    "shortcut-gate": "shortcut gate",
+    "model": "prefetch",
+    "evaluation": "evaluation",
+    "training": "fine-tuning",
+    "promotion-gate": "promotion gate",
+}
+DRAWN = ("f1", "accuracy", "auroc")
+# Good, bad or open: the three colours of a verdict.
+TONES = {
+    "PROMOTE": "good",
+    "PASS": "good",
+    "REJECT": "bad",
+    "LEAK": "bad",
+    "INCONCLUSIVE": "open",
+}
+NOT_KNOWN = "not recorded"
+
+
+def build_report(
+    *,
+    shortcuts: Paths,
+    models: Paths,
+    evaluations: Paths,
+    trainings: Paths,
+    promotions: Paths,
+    out_dir: Path | str,
+    title: str,
+) -> Path:
+    """Write ``index.html`` and ``leaderboard.csv`` into ``out_dir``.
+
+    Each list names artifacts of one kind and may be empty; what is missing is said on the page.
+    The page links to the artifacts by relative paths. The same artifacts give the same bytes.
+
+    Returns
+    -------
+    The path of the page.
+
+    Raises
+    ------
+    InputError
+        If an artifact cannot be read, or is of another kind than its list.
+    """
+    out_dir = Path(out_dir)
+    gates = load_sources(shortcuts, "shortcut-gate", out_dir)
+    fetched = load_sources(models, "model", out_dir)
+    asked = load_sources(evaluations, "evaluation", out_dir)
+    trained = load_sources(trainings, "training", out_dir)
+    judged = load_sources(promotions, "promotion-gate", out_dir)
+    everything = [*gates, *fetched, *trained, *asked, *judged]
+
+    environment = Environment(
+        loader=PackageLoader("pharos", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    page = environment.get_template("page.html.j2").render(
+        title=title,
+        promotions=[_promotion(source) for source in judged],
+        promotion_counts=_counts(judged, ("PROMOTE", "REJECT", "INCONCLUSIVE")),
+        adapters_trained=bool(trained),
+        gates=[_gate(source, asked) for source in gates],
+        gate_counts=_counts(gates, ("PASS", "LEAK", "INCONCLUSIVE")),
+        platforms=_platforms(asked, gates),
+        concerns=[source for source in asked if source.result["concerns"]],
+        unconcerned=[source for source in asked if not source.result["concerns"]],
+        trainings=[_training(source) for source in trained],
+        models=[_model(source) for source in fetched],
+        runs=[_run(source) for source in everything],
+        oversubscribed=sum(_is_oversubscribed(source) for source in everything),
+        code=_code(everything),
+        kinds=KINDS,
+        sources=everything,
+    )
+    path = out_dir / "index.html"
+    write_leaderboard(out_dir / "leaderboard.csv", leaderboard_rows(asked, gates, judged))
+    write_text_atomic(path, page)
+    return path
+
+
+def _counts(sources: Sequence[Source], verdicts: Sequence[str]) -> list[dict[str, Any]]:
+    found = Counter(source.result["verdict"] for source in sources)
+    return [
+        {"verdict": verdict, "count": found[verdict], "tone": TONES[verdict]}
+        for verdict in verdicts
+        if found[verdict]
+    ]
+
+
+def _promotion(source: Source) -> dict[str, Any]:
+    """One adapter's verdict, its headline, and the two F1 it rests on."""
+    result = source.result
+    floors = {"always positive": result["floors"]["always_positive_f1"]}
+    sides = []
+    for name, side in (("base", "base"), (source.variant, "adapter")):
+        score = result[side]["f1"]
+        if score["value"] is not None:
+            sides.append({"name": name, **_drawn("F1", score, floors, f"F1 of {name}")})
+    return {
+        "source": source,
+        "verdict": result["verdict"],
+        "tone": TONES[result["verdict"]],
+        "headline": _headline(source),
+        "sides": sides,
+        "gain": result["f1_gain"],
+        "n": result["n"],
+        "floor": result["floors"]["always_positive_f1"],
+        # The gate lists its reasons with the deciding ones first; the marks come along.
+        "reasons": sorted(
+            result["checks"], key=lambda check: result["reasons"].index(check["says"])
+        ),
+        "caveats": result["caveats"],
+    }
+
+
+def _headline(source: Source) -> str:
+    adapter, verdict = source.variant, source.result["verdict"]
+    if verdict == "PROMOTE":
+        return f"{adapter} is better than its base"
+    if verdict == "INCONCLUSIVE":
+        return f"It cannot be told whether {adapter} is better than its base"
+    failed = {check["name"] for check in source.result["checks"] if check["holds"] is False}
+    if failed & {"f1_gain", "mcnemar"}:
+        return f"{adapter} is not better than its base"
+    if "unparsed" in failed:
+        return f"{adapter} leaves too many answers that cannot be parsed"
+    return f"{adapter} does not clear its floors"
+
+
+def _drawn(
+    name: str, metric: Mapping[str, Any], floors: Mapping[str, float], label: str
+) -> dict[str, Any]:
+    """A metric's numbers as text, and its strip; ``None`` for what has no value."""
+    if metric["value"] is None:
+        return {"value": None, "reason": metric.get("reason", "no value"), "floors": floors}
+    value, low, high = metric["value"], metric["low"], metric["high"]
+    said = ", ".join(f"{what} {floor:.3f}" for what, floor in floors.items()) or "no floor"
+    return {
+        "value": f"{value:.3f}",
+        "interval": f"{low:.3f}–{high:.3f}",
+        "floors": floors,
+        "strip": interval_strip(
+            value,
+            low,
+            high,
+            floors,
+            f"{label}: {value:.3f}, interval {low:.3f} to {high:.3f}, {said}",
+        ),
+    }
+
+
+def _gate(source: Source, evaluations: Sequence[Source]) -> dict[str, Any]:
+    """One corpus at the shortcut gate, with its null distribution drawn."""
+    result = source.result
+    baseline = baseline_of(source)
+    null = result.get("null") or {}
+    histogram = null.get("histogram") or {}
+    figure = None
+    if baseline is not None and sum(histogram.get("counts", [])):
+        figure = null_histogram(
+            histogram["edges"],
+            histogram["counts"],
+            baseline,
+            result["ceiling"],
+            f"Null distribution of {source.task} seed {source.seed}: AUC {baseline:.3f} observed, "
+            f"ceiling {result['ceiling']:.3f}",
+        )
+    used = [
+        other for other in evaluations if (other.task, other.seed) == (source.task, source.seed)
+    ]
+    features = [
+        {"name": feature["name"], "auc": float(feature["auc"])}
+        for feature in result.get("features", [])
+        if feature.get("auc") is not None
+    ]
+    return {
+        "source": source,
+        "verdict": result["verdict"],
+        "tone": TONES[result["verdict"]],
+        "headline": _gate_headline(source, bool(used)),
+        "baseline": baseline,
+        "ceiling": result["ceiling"],
+        "p_value": result.get("p_value"),
+        "permutations": null.get("permutations"),
+        "null_mean": null.get("mean"),
+        "n": result.get("n"),
+        "clusters": result.get("clusters"),
+        "figure": figure,
+        "features": sorted(features, key=lambda feature: -abs(feature["auc"] - 0.5))[:8],
+    }
+
+
+def _gate_headline(source: Source, used: bool) -> str:
+    corpus = f"{source.task}, seed {source.seed}"
+    match source.result["verdict"]:
+        case "PASS":
+            return f"{corpus}: shape alone does not tell the labels"
+        case "LEAK" if used:
+            return f"{corpus}: the labels leak; it was evaluated all the same"
+        case "LEAK":
+            return f"{corpus}: the labels leak, so no model was put to it"
+    return f"{corpus}: too small to tell whether its labels leak"
+
+
+def _platforms(evaluations: Sequence[Source], gates: Sequence[Source]) -> list[dict[str, Any]]:
+    """The leaderboards: one a fingerprint, cut by task and seed. Platforms are never mixed."""
+    by_print = sorted(evaluations, key=lambda source: (source.fingerprint, source.cell))
+    boards = []
+    for fingerprint, of_platform in itertools.groupby(by_print, key=lambda s: s.fingerprint):
+        sources = list(of_platform)
+        tables = [
+            {
+                "task": task,
+                "seed": seed,
+                "rows": [_row(source, gates) for source in of_corpus],
+            }
+            for (task, seed), of_corpus in itertools.groupby(
+                sources, key=lambda source: (source.task, source.seed)
+            )
+        ]
+        for table in tables:
+            first = next(s for s in sources if (s.task, s.seed) == (table["task"], table["seed"]))
+            table["gate"] = gate_of(first, gates)
+        boards.append(
+            {
+                "fingerprint": fingerprint,
+                "facts": _platform_facts(sources[0].artifact.get("platform", {})),
+                "tables": tables,
+            }
+        )
+    return boards
+
+
+def _row(source: Source, gates: Sequence[Source]) -> dict[str, Any]:
+    result, floors = source.result, floors_of(source, gates)
+    who = f"{source.model} {source.variant}"
+    metrics = {
+        name: _drawn(NAMES[name], result["metrics"][name], floors[name], f"{NAMES[name]} of {who}")
+        for name in METRICS
+    }
+    return {
+        "source": source,
+        "metrics": metrics,
+        "drawn": [(NAMES[name], metrics[name]) for name in DRAWN],
+        "all": [(NAMES[name], metrics[name]) for name in METRICS],
+        "n": result["n"],
+        "clusters": result["clusters"],
+        "unparsed": result["unparsed"],
+        "fragile": result["fragile"]["count"],
+        "confusion": result["confusion"],
+        "concerns": len(result["concerns"]),
+    }
+
+
+def _platform_facts(platform: Mapping[str, Any]) -> list[str]:
+    cpu, torch, gpu = (platform.get(key) or {} for key in ("cpu", "torch", "gpu"))
+    facts = [
+        platform.get("device"),
+        platform.get("dtype"),
+        gpu.get("name"),
+        cpu.get("model"),
+        cpu.get("isa"),
+        torch and f"torch {torch.get('version')}",
+        platform.get("attention") and f"{platform['attention']} attention",
+    ]
+    return [str(fact) for fact in facts if fact]
+
+
+def _training(source: Source) -> dict[str, Any]:
+    """One adapter's training: its loss curve, and what it cost."""
+    result, timing = source.result, source.artifact.get("timing", {})
+    steps, losses = _losses(result)
+    facts = []
+    if result.get("trainable") and result.get("parameters"):
+        share = 100 * result["trainable"] / result["parameters"]
+        facts.append(("trainable weights", f"{result['trainable']:,} ({share:.2f} %)"))
+    if result.get("examples"):
+        facts.append(("training events", f"{result['examples']:,}"))
+    if losses:
+        facts += [("steps", f"{len(losses):,}"), ("last loss", f"{losses[-1]:.4f}")]
+    if timing.get("wall_s") is not None:
+        facts.append(("wall time", _duration(timing["wall_s"])))
+    if timing.get("tokens_per_s") is not None:
+        facts.append(("tokens a second", f"{timing['tokens_per_s']:,.0f}"))
+    label = f"Training loss of {source.variant} on {source.model}"
+    return {
+        "source": source,
+        "facts": facts,
+        "figure": loss_curve(steps, losses, label) if losses else None,
+    }
+
+
+def _losses(result: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    losses = [float(loss) for loss in result.get("loss", [])]
+    return [float(step) for step in range(1, len(losses) + 1)], losses
+
+
+def _model(source: Source) -> dict[str, Any]:
+    result = source.result
+    origin = result.get("source", {})
+    named = {
+        "wheel": f"wheel {origin.get('package')} {origin.get('version')}",
+        "hub": f"{origin.get('repository')} at {str(origin.get('commit'))[:12]}",
+        "dir": "a folder of your own",
+    }
+    size = sum(facts.get("bytes", 0) for facts in result.get("files", {}).values())
+    return {
+        "source": source,
+        "origin": named.get(origin.get("kind", ""), NOT_KNOWN),
+        "version": str(result.get("version") or NOT_KNOWN),
+        "licence": result.get("licence") or NOT_KNOWN,
+        "size": f"{size / 1e6:,.0f} MB" if size else NOT_KNOWN,
+    }
+
+
+def _run(source: Source) -> dict[str, Any]:
+    """What ran where: threads and kernels as they were read back after the work."""
+    context, timing = source.artifact.get("context", {}), source.artifact.get("timing", {})
+    platform = source.artifact.get("platform", {})
+    pools = [
+        f"{pool['library']} {pool['architecture'] or ''}".strip() + f" × {pool['num_threads']}"
+        for pool in context.get("pools", [])
+    ]
+    bound, requested = context.get("bound_threads"), context.get("requested_threads")
+    threads = NOT_KNOWN if bound is None else str(bound)
+    if requested not in (None, bound):
+        threads += f" of {requested} asked for"
+    return {
+        "source": source,
+        "what": _what(source),
+        "fingerprint": source.fingerprint,
+        "device": (platform.get("gpu") or {}).get("name") or platform.get("device") or NOT_KNOWN,
+        "dtype": platform.get("dtype") or NOT_KNOWN,
+        "threads": threads,
+        "pools": ", ".join(pools) or NOT_KNOWN,
+        "wall": _duration(timing["wall_s"]) if "wall_s" in timing else NOT_KNOWN,
+        "oversubscribed": _is_oversubscribed(source),
+    }
+
+
+def _what(source: Source) -> str:
+    cell = [source.model, source.task, f"seed {source.seed}" if source.task else "", source.variant]
+    return f"{KINDS[source.kind]}: {' · '.join(part for part in cell if part)}"
+
+
+def _is_oversubscribed(source: Source) -> bool:
+    return bool(source.artifact.get("context", {}).get("oversubscription_risk"))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _code(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """Which code made how many of the artifacts."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for source in sources:
+        stated = source.artifact.get("provenance", {})
+        found[tuple(stated.get(key) for key in ("version", "commit", "dirty", "reason"))] += 1
+    return [
+        {
+            "version": version or NOT_KNOWN,
+            "commit": commit or NOT_KNOWN,
+            "tree": {True: "with uncommitted changes", False: "clean"}.get(dirty, "state unknown"),
+            "reason": reason,
+            "count": count,
+        }
+        for (version, commit, dirty, reason), count in sorted(found.items(), key=str)
+    ]
+
+
+__all__ = ["Markup", "build_report"]

