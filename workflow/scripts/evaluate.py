@@ -1,0 +1,63 @@
+"""Ask one variant of a model about the test events of one corpus."""
+
+from pathlib import Path
+
+from pharos.runtime.job import job
+
+
+def main(snakemake):
+    """Run the rule ``evaluate``."""
+    with job(snakemake.log[0], snakemake.threads) as running:
+        from pharos.corpus.files import read_corpus
+        from pharos.corpus.items import held_out_items, train_items
+        from pharos.evaluate.metrics import measure
+        from pharos.evaluate.prompts import PromptBuilder
+        from pharos.evaluate.run import evaluate_items
+        from pharos.finetune.data import check_contamination
+        from pharos.models.load import load_model
+        from pharos.runtime.artifacts import read_artifact, write_jsonl_atomic
+
+        files, params, wildcards = snakemake.input, snakemake.params, snakemake.wildcards
+        unit = params.prompt["unit"]
+        items = held_out_items(read_corpus(files.corpus), unit, params.test_events)
+        adapter_folder, contamination = None, None
+        if wildcards.variant != "base":
+            adapter_folder = Path(files.adapter).parent
+            trained = train_items(read_corpus(files.trained_on), unit, params.train_events)
+            same_corpus = files.trained_on == files.corpus
+            _, contamination = check_contamination(trained, items, same_corpus)
+        loaded = load_model(
+            read_artifact(files.model, "model")["result"],
+            params.model,
+            params.device,
+            adapter_folder,
+        )
+        builder = PromptBuilder(loaded.tokenizer, params.prompt)
+        predictions, facts = evaluate_items(loaded, builder, items, params.evaluation)
+        measured = measure(predictions, params.evaluation)
+        write_jsonl_atomic(snakemake.output.predictions, predictions)
+        running.write(
+            snakemake.output.evaluation,
+            "evaluation",
+            inputs=[*files, snakemake.output.predictions],
+            config={key: value for key, value in params.items()},
+            seed=int(wildcards.seed),
+            device=loaded.device,
+            dtype=loaded.dtype if loaded.precision == "full" else loaded.precision,
+            attention=loaded.attention,
+            timing=facts["timing"],
+            result={
+                "model": wildcards.model,
+                "task": wildcards.task,
+                "seed": int(wildcards.seed),
+                "variant": wildcards.variant,
+                "mode": params.evaluation["mode"],
+                **measured,
+                **facts["result"],
+                "contamination": contamination,
+            },
+        )
+
+
+if "snakemake" in globals():
+    main(snakemake)  # noqa: F821

@@ -1,0 +1,56 @@
+"""Train one LoRA adapter on the training events of one corpus."""
+
+from pathlib import Path
+
+from pharos.runtime.job import job
+
+
+def main(snakemake):
+    """Run the rule ``finetune``."""
+    with job(snakemake.log[0], snakemake.threads) as running:
+        from pharos.corpus.files import read_corpus
+        from pharos.corpus.items import train_items
+        from pharos.evaluate.prompts import PromptBuilder
+        from pharos.finetune.checkpoints import clear_checkpoints
+        from pharos.finetune.train import train_adapter
+        from pharos.models.load import load_model
+        from pharos.models.sources import base_identity
+        from pharos.runtime.artifacts import read_artifact
+
+        files, params, wildcards = snakemake.input, snakemake.params, snakemake.wildcards
+        fetched = read_artifact(files.model, "model")["result"]
+        items = train_items(read_corpus(files.corpus), params.prompt["unit"], params.train_events)
+        loaded = load_model(fetched, params.model, params.device)
+        training = train_adapter(
+            loaded,
+            PromptBuilder(loaded.tokenizer, params.prompt),
+            items,
+            params.adapter,
+            base_identity(fetched),
+            Path(snakemake.output.weights).parent,
+            params.checkpoints,
+        )
+        running.write(
+            snakemake.output.training,
+            "training",
+            inputs=files,
+            config={key: value for key, value in params.items() if key != "checkpoints"},
+            seed=int(wildcards.seed),
+            device=loaded.device,
+            dtype=loaded.dtype if loaded.precision == "full" else loaded.precision,
+            attention=loaded.attention,
+            timing=training.timing,
+            result={
+                "model": wildcards.model,
+                "task": wildcards.task,
+                "seed": int(wildcards.seed),
+                "adapter": wildcards.adapter,
+                **training.result,
+            },
+        )
+        # Only now: until the artifact is written, a killed job must be able to go on.
+        clear_checkpoints(params.checkpoints)
+
+
+if "snakemake" in globals():
+    main(snakemake)  # noqa: F821
