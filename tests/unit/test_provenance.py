@@ -61,3 +61,11 @@ def test_a_git_that_does_not_answer_is_asked_again_and_then_named(checkout, monk
     assert (record["commit"], record["dirty"]) == (None, None)
     assert "no answer in 20 s, 2 times" in record["reason"]
     assert len(calls) == 2
+
+
+def test_a_folder_of_this_machine_is_recorded_by_its_name(tmp_path):
+    config = {"model": {"dir": "/home/somebody/models/tiny"}, "prompt": {"template": "{text}/"}}
+    assert provenance(config, code_folder=tmp_path)["config"] == {
+        "model": {"dir": "tiny"},
+        "prompt": {"template": "{text}/"},
+    }

@@ -40,7 +40,7 @@ def main(snakemake):
             snakemake.output.evaluation,
             "evaluation",
             inputs=[*files, snakemake.output.predictions],
-            config={key: value for key, value in params.items()},
+            config=dict(params.items()),
             seed=int(wildcards.seed),
             device=loaded.device,
             dtype=loaded.dtype if loaded.precision == "full" else loaded.precision,

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def provenance(
     Parameters
     ----------
     config
-        The part of the configuration that applied to this job.
+        The part of the configuration that applied to this job; of an absolute path in it only
+        the last part is kept.
     seed
         The corpus seed of the job, where it has one.
     code_folder
@@ -39,9 +41,20 @@ def provenance(
         "commit": commit,
         "dirty": dirty,
         "seed": seed,
-        "config": config,
+        "config": without_machine_paths(config),
     }
     return record if reason is None else {**record, "reason": reason}
+
+
+def without_machine_paths(value: Any) -> Any:
+    """``value`` with every absolute path in it cut down to its last part."""
+    if isinstance(value, Mapping):
+        return {key: without_machine_paths(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_machine_paths(item) for item in value]
+    if isinstance(value, str) and value.startswith("/") and "\n" not in value:
+        return Path(value).name
+    return value
 
 
 def _git_state(folder: Path) -> tuple[str | None, bool | None, str | None]:
