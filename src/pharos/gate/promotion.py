@@ -98,8 +98,8 @@ def promotion_gate(
     ``verdict``; ``reasons`` (sentences, those that decided first); ``caveats`` (sentences that
     did not decide); ``checks`` (``name``, ``holds``, ``says``); ``n``, ``clusters``,
     ``positives``; ``base`` and ``adapter`` (``f1``, ``accuracy``, ``auroc``, each with value and
-    limits, ``unparsed``, ``fragile``); ``f1_gain`` (``value``, ``low``, ``high``, ``minimum``,
-    and the limits ``without_flips``); ``mcnemar`` (clusters ``better`` and
+    limits, ``unparsed``, ``fragile``); ``f1_gain`` (``value``, ``low``, ``high``, ``level``,
+    ``minimum``, and the limits ``without_flips``); ``mcnemar`` (clusters ``better`` and
     ``worse``, ``p_value``, and the same under ``worst_flips`` and ``best_flips``); ``floors``;
     ``shortcut_verdict``; ``fingerprint``.
 
@@ -241,15 +241,15 @@ def _f1_gain(before: Columns, after: Columns, settings: Mapping[str, Any]) -> di
 
     whole = np.ones((1, after.n_clusters))
     value = float((f1(after, after.correct, whole) - f1(before, before.correct, whole))[0])
-    minimum = float(settings["min_f1_gain"])
+    minimum, alpha = float(settings["min_f1_gain"]), float(settings["alpha"])
     if np.isnan(value):
-        without = {"low": None, "high": None}
+        none = {"low": None, "high": None}
         return {
             "value": None,
-            "low": None,
-            "high": None,
+            **none,
+            "level": 1 - alpha,
             "minimum": minimum,
-            "without_flips": without,
+            "without_flips": none,
         }
     worst, plain, best = [], [], []
     draws = cluster_weights(
@@ -259,18 +259,18 @@ def _f1_gain(before: Columns, after: Columns, settings: Mapping[str, Any]) -> di
         worst.append(f1(after, after.worst(), weights) - f1(before, before.best(), weights))
         plain.append(f1(after, after.correct, weights) - f1(before, before.correct, weights))
         best.append(f1(after, after.best(), weights) - f1(before, before.worst(), weights))
-    tail = float(settings["alpha"]) / 2
 
     def lower(parts: list[Any]) -> float:
-        return min(value, lower_limit(np.nan_to_num(np.concatenate(parts), nan=-1.0), tail))
+        return min(value, lower_limit(np.nan_to_num(np.concatenate(parts), nan=-1.0), alpha / 2))
 
     def upper(parts: list[Any]) -> float:
-        return max(value, upper_limit(np.nan_to_num(np.concatenate(parts), nan=1.0), tail))
+        return max(value, upper_limit(np.nan_to_num(np.concatenate(parts), nan=1.0), alpha / 2))
 
     return {
         "value": value,
         "low": lower(worst),
         "high": upper(best),
+        "level": 1 - alpha,
         "minimum": minimum,
         "without_flips": {"low": lower(plain), "high": upper(plain)},
     }

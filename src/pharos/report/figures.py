@@ -6,9 +6,9 @@ that they follow light and dark. The same data give the same text.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 
 def interval_strip(
@@ -181,7 +181,12 @@ def running_mean(values: Sequence[float]) -> list[float]:
     return [math.fsum(window) / len(window) for window in windows]
 
 
-def _ticks_across(ticks, across, base, text) -> Markup:  # type: ignore[no-untyped-def]
+def _ticks_across(
+    ticks: Sequence[float],
+    across: Callable[[float], float],
+    base: int,
+    text: Callable[[float], str],
+) -> Markup:
     def anchor(place: float) -> str:
         return "start" if place < 0.03 else "end" if place > 0.97 else "middle"
 
@@ -210,6 +215,3 @@ def _percent(share: float) -> str:
 
 def _pixels(length: float) -> str:
     return f"{length:.1f}"
-
-
-__all__ = ["escape", "interval_strip", "loss_curve", "null_histogram", "running_mean"]

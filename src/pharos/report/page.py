@@ -1,13 +1,13 @@
 """``results/report/index.html``: one page, made from artifacts alone, that needs nothing else."""
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from pharos.report.figures import interval_strip, loss_curve, null_histogram
 from pharos.report.leaderboard import (
@@ -46,6 +46,7 @@ TONES = {
     "INCONCLUSIVE": "open",
 }
 NOT_KNOWN = "not recorded"
+NBSP = "\u00a0"
 
 
 def build_report(
@@ -88,9 +89,10 @@ def build_report(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["sentence"] = _sentence
     page = environment.get_template("page.html.j2").render(
         title=title,
-        promotions=[_promotion(source) for source in judged],
+        promotions=[_promotion(source) for source in sorted(judged, key=_best_first)],
         promotion_counts=_counts(judged, ("PROMOTE", "REJECT", "INCONCLUSIVE")),
         adapters_trained=bool(trained),
         gates=[_gate(source, asked) for source in gates],
@@ -112,6 +114,11 @@ def build_report(
     return path
 
 
+def _sentence(text: str) -> str:
+    """The sentence with "n = 160" and "95 %" kept on one line."""
+    return re.sub(r"(?<=\bn) = (?=\d)|(?<=\d) (?=%)", lambda gap: gap[0].replace(" ", NBSP), text)
+
+
 def _counts(sources: Sequence[Source], verdicts: Sequence[str]) -> list[dict[str, Any]]:
     found = Counter(source.result["verdict"] for source in sources)
     return [
@@ -130,6 +137,9 @@ def _promotion(source: Source) -> dict[str, Any]:
         score = result[side]["f1"]
         if score["value"] is not None:
             sides.append({"name": name, **_drawn("F1", score, floors, f"F1 of {name}")})
+    # The gate lists its reasons with the deciding ones first; the marks come along.
+    reasons = sorted(result["checks"], key=lambda check: result["reasons"].index(check["says"]))
+    wanted = {"REJECT": (False,), "INCONCLUSIVE": (False, None)}.get(result["verdict"], ())
     return {
         "source": source,
         "verdict": result["verdict"],
@@ -139,12 +149,14 @@ def _promotion(source: Source) -> dict[str, Any]:
         "gain": result["f1_gain"],
         "n": result["n"],
         "floor": result["floors"]["always_positive_f1"],
-        # The gate lists its reasons with the deciding ones first; the marks come along.
-        "reasons": sorted(
-            result["checks"], key=lambda check: result["reasons"].index(check["says"])
-        ),
+        "deciding": [check for check in reasons if check["holds"] in wanted],
+        "others": [check for check in reasons if check["holds"] not in wanted],
         "caveats": result["caveats"],
     }
+
+
+def _best_first(source: Source) -> tuple[Any, ...]:
+    return list(TONES).index(source.result["verdict"]), source.cell
 
 
 def _headline(source: Source) -> str:
@@ -212,16 +224,25 @@ def _gate(source: Source, evaluations: Sequence[Source]) -> dict[str, Any]:
         "verdict": result["verdict"],
         "tone": TONES[result["verdict"]],
         "headline": _gate_headline(source, bool(used)),
-        "baseline": baseline,
-        "ceiling": result["ceiling"],
-        "p_value": result.get("p_value"),
-        "permutations": null.get("permutations"),
-        "null_mean": null.get("mean"),
-        "n": result.get("n"),
-        "clusters": result.get("clusters"),
+        "says": _gate_says(source, baseline),
         "figure": figure,
         "features": sorted(features, key=lambda feature: -abs(feature["auc"] - 0.5))[:8],
     }
+
+
+def _gate_says(source: Source, baseline: float | None) -> list[str]:
+    result, null = source.result, source.result.get("null") or {}
+    says = ["No AUC was measured."]
+    if baseline is not None:
+        says = [f"AUC {baseline:.3f} against a ceiling of {result['ceiling']:.3f}"]
+        if null.get("mean") is not None:
+            says[0] += f"; shuffled labels reach {null['mean']:.3f} on average"
+        says[0] += "."
+    if result.get("p_value") is not None:
+        says.append(f"p = {result['p_value']:.3f} from {null.get('permutations', 0):,} shuffles.")
+    if result.get("n") is not None:
+        says.append(f"n = {result['n']:,} lines in {result['clusters']:,} clusters.")
+    return says
 
 
 def _gate_headline(source: Source, used: bool) -> str:
@@ -303,15 +324,13 @@ def _platform_facts(platform: Mapping[str, Any]) -> list[str]:
 def _training(source: Source) -> dict[str, Any]:
     """One adapter's training: its loss curve, and what it cost."""
     result, timing = source.result, source.artifact.get("timing", {})
-    steps, losses = _losses(result)
-    facts = []
-    if result.get("trainable") and result.get("parameters"):
-        share = 100 * result["trainable"] / result["parameters"]
-        facts.append(("trainable weights", f"{result['trainable']:,} ({share:.2f} %)"))
-    if result.get("examples"):
-        facts.append(("training events", f"{result['examples']:,}"))
-    if losses:
-        facts += [("steps", f"{len(losses):,}"), ("last loss", f"{losses[-1]:.4f}")]
+    losses, parameters = result["losses"], result["parameters"]
+    facts = [
+        ("trainable weights", f"{parameters['trainable']:,} ({100 * parameters['share']:.2f} %)"),
+        ("training events", f"{result['examples']:,}"),
+        ("steps", f"{result['steps']:,} in {_plural(result['epochs'], 'epoch')}"),
+        ("loss, last tenth", f"{result['final_loss']:.4f}"),
+    ]
     if timing.get("wall_s") is not None:
         facts.append(("wall time", _duration(timing["wall_s"])))
     if timing.get("tokens_per_s") is not None:
@@ -320,13 +339,12 @@ def _training(source: Source) -> dict[str, Any]:
     return {
         "source": source,
         "facts": facts,
-        "figure": loss_curve(steps, losses, label) if losses else None,
+        "figure": loss_curve(range(1, len(losses) + 1), losses, label) if losses else None,
     }
 
 
-def _losses(result: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    losses = [float(loss) for loss in result.get("loss", [])]
-    return [float(step) for step in range(1, len(losses) + 1)], losses
+def _plural(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _model(source: Source) -> dict[str, Any]:
@@ -405,6 +423,3 @@ def _code(sources: Sequence[Source]) -> list[dict[str, Any]]:
         }
         for (version, commit, dirty, reason), count in sorted(found.items(), key=str)
     ]
-
-
-__all__ = ["Markup", "build_report"]

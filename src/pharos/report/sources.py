@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from pharos.errors import InputError
-from pharos.runtime.artifacts import read_artifact, sha256_file
+from pharos.runtime.artifacts import digest_of, read_artifact, sha256_file
 
 CELL = r"(?P<model>[^/]+)/(?P<task>[^/]+)/seed(?P<seed>\d+)/(?P<variant>[^/]+)"
 # How each kind's path ends: what the workflow calls its files.
@@ -48,6 +48,11 @@ class Source:
         return str(self.artifact.get("platform", {}).get("fingerprint", "unknown"))
 
     @property
+    def anchor(self) -> str:
+        """A name for a place on the page that is about this artifact."""
+        return f"of-{digest_of(self.href)[:12]}"
+
+    @property
     def cell(self) -> tuple[str, int, str, bool, str]:
         """Sorts by task, seed and model; the base before its adapters."""
         return self.task, self.seed, self.model, self.variant != "base", self.variant
@@ -63,17 +68,15 @@ def load_sources(paths: Iterable[Path | str], kind: str, out_dir: Path) -> list[
     """
     sources = []
     for path in map(str, paths):
-        shown = Path(path).as_posix()
-        match = re.search(f"(?:^|/){PATTERNS[kind]}$", shown)
+        match = re.search(f"(?:^|/){PATTERNS[kind]}$", Path(path).as_posix())
         if match is None:
             raise InputError(f"{path}: the path does not say what this {kind} belongs to")
         names: dict[str, Any] = match.groupdict()
         if "seed" in names:
             names["seed"] = int(names["seed"])
+        artifact = read_artifact(path, kind)
         relative = Path(os.path.relpath(path, out_dir)).as_posix()
-        sources.append(
-            Source(
-                shown, quote(relative), sha256_file(path), kind, read_artifact(path, kind), **names
-            )
-        )
+        # Never one of this machine's absolute paths.
+        shown = relative if Path(path).is_absolute() else Path(path).as_posix()
+        sources.append(Source(shown, quote(relative), sha256_file(path), kind, artifact, **names))
     return sorted(sources, key=lambda source: source.cell)
