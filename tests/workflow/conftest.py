@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from conftest import ROOT, TASK, jobs_in, tiny_config
 
 
@@ -27,15 +28,16 @@ def test_a_dry_run_lists_every_step_of_the_default():
     }
 
 
-def test_the_cluster_sweep_plans_a_base_once_per_seed_and_nothing_of_the_default(tmp_path):
+def plan_of_the_sweep(folder, *arguments):
     command = [sys.executable, "-m", "snakemake", "-n", "--snakefile", str(ROOT / "Snakefile")]
-    done = subprocess.run(
-        [*command, "--directory", str(tmp_path), "--configfile", str(ROOT / "config/cluster.yaml")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    command += ["--directory", str(folder), "--configfile", str(ROOT / "config/cluster.yaml")]
+    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_cluster_sweep_plans_a_base_once_per_seed_and_nothing_of_the_default(tmp_path):
+    done = plan_of_the_sweep(tmp_path)
     jobs = jobs_in(done)
     assert jobs["prefetch"] == 6
     assert jobs["evaluate"] == 6 * 7 + 4 * 7
@@ -44,15 +46,7 @@ def test_the_cluster_sweep_plans_a_base_once_per_seed_and_nothing_of_the_default
 
 
 def test_the_slurm_profile_sends_gpu_rules_to_the_gpu_partition(tmp_path):
-    command = [sys.executable, "-m", "snakemake", "-n", "--snakefile", str(ROOT / "Snakefile")]
-    done = subprocess.run(
-        [*command, "--directory", str(tmp_path), "--profile", str(ROOT / "profiles/slurm")]
-        + ["--configfile", str(ROOT / "config/cluster.yaml")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = plan_of_the_sweep(tmp_path, "--profile", str(ROOT / "profiles/slurm"))
     partition = {}
     rule = None
     for line in done.stdout.splitlines():
