@@ -1,0 +1,1 @@
+"""Training LoRA adapters: examples, the packed step, checkpoints, the adapter's folder."""

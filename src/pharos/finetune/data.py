@@ -1,0 +1,145 @@
+"""Training examples as tokens, their order, and what training and testing must not share."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pharos.corpus.items import Item
+from pharos.corpus.stream import Stream
+from pharos.errors import CheckFailed, InputError
+from pharos.evaluate.prompts import PromptBuilder
+from pharos.runtime.artifacts import digest_of
+from pharos.runtime.log import warn
+
+# A few equal texts happen in real corpora; more of them mean that the split leaks.
+MAX_OVERLAP = 0.01
+LISTED_IDS = 5
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with its answer.
+
+    ``ids`` are the tokens of prompt, answer and end token; the first ``prompt_length`` of them
+    are the prompt's, and the loss is on the others.
+    """
+
+    id: str
+    ids: list[int]
+    prompt_length: int
+
+    @property
+    def answer_length(self) -> int:
+        """Tokens that are learned: the answer's, and the end token."""
+        return len(self.ids) - self.prompt_length
+
+
+def encode_examples(
+    builder: PromptBuilder, items: Sequence[Item], max_tokens: int, context_length: int | None
+) -> list[Example]:
+    """Items as training examples, in order. Nothing is ever cut off.
+
+    Parameters
+    ----------
+    builder
+        The prompt builder, the same as in evaluation.
+    items
+        What to train on.
+    max_tokens
+        The longest example allowed, end token included.
+    context_length
+        The most tokens the model can read; ``None`` for no limit.
+
+    Raises
+    ------
+    InputError
+        If there is no item, if an example is longer than ``max_tokens`` or the model's context
+        (the message names the items), or as :meth:`PromptBuilder.encode`.
+    """
+    if not items:
+        raise InputError("there is no item to train on")
+    end = builder.required_end_id()
+    examples = []
+    for item, prompt in zip(items, builder.encode(items, context_length), strict=True):
+        answer = prompt.answers["positive" if item.label else "negative"]
+        examples.append(Example(item.id, [*prompt.ids, *answer, end], len(prompt.ids)))
+    too_long = [f"{e.id!r} ({len(e.ids)} tokens)" for e in examples if len(e.ids) > max_tokens]
+    if too_long:
+        more = f" and {len(too_long) - LISTED_IDS} more" if len(too_long) > LISTED_IDS else ""
+        raise InputError(
+            f"{len(too_long)} of {len(examples)} training examples are longer than max_tokens "
+            f"({max_tokens}): {', '.join(too_long[:LISTED_IDS])}{more}; cutting them would lose "
+            "their labels"
+        )
+    if len({item.label for item in items}) == 1:
+        warn(f"all {len(items)} training items have the same label")
+    return examples
+
+
+def data_digest(examples: Sequence[Example]) -> str:
+    """SHA-256 over ids, tokens and prompt lengths of all examples, in order."""
+    return digest_of([[e.id, e.ids, e.prompt_length] for e in examples])
+
+
+def batches_of_epoch(size: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """The batches of one epoch, as indices into ``size`` examples.
+
+    The order is a random permutation that depends on ``seed`` and ``epoch`` alone, so that a
+    resumed run needs nothing but the number of its step. The last batch may be smaller.
+    """
+    order = Stream("finetune", seed, "order", epoch).shuffled(range(size))
+    return [order[start : start + batch_size] for start in range(0, size, batch_size)]
+
+
+def check_contamination(
+    train: Sequence[Item], test: Sequence[Item], same_corpus: bool
+) -> tuple[list[Item], dict[str, Any]]:
+    """Take out of ``train`` what the test will ask.
+
+    Parameters
+    ----------
+    train, test
+        The items of either side.
+    same_corpus
+        Whether both come from one corpus, so that an equal cluster is the same event (names of
+        clusters recur from one seed to the next).
+
+    Returns
+    -------
+    The training items whose text no test item has, and for the record ``{"train", "test",
+    "same_text", "first"}``: how many items there were, how many were dropped, and the id of the
+    first of these (``None`` for none).
+
+    Raises
+    ------
+    CheckFailed
+        If both sides share a cluster of one corpus, or if more than 1 % of the training items
+        have the text of a test item.
+    """
+    if same_corpus:
+        asked = {item.cluster for item in test}
+        shared = [item.cluster for item in train if item.cluster in asked]
+        if shared:
+            raise CheckFailed(
+                f"training and test share {len(set(shared))} clusters, the first is {shared[0]!r}"
+            )
+    texts = {_text_digest(item) for item in test}
+    known = [item for item in train if _text_digest(item) in texts]
+    if len(known) > MAX_OVERLAP * len(train):
+        raise CheckFailed(
+            f"{len(known)} of {len(train)} training items have the text of a test item, the first "
+            f"is {known[0].id!r}; at most {MAX_OVERLAP:.0%} may, and are left out"
+        )
+    dropped = {item.id for item in known}
+    facts = {
+        "train": len(train),
+        "test": len(test),
+        "same_text": len(known),
+        "first": known[0].id if known else None,
+    }
+    return [item for item in train if item.id not in dropped], facts
+
+
+def _text_digest(item: Item) -> str:
+    return hashlib.sha256(item.text.encode()).hexdigest()

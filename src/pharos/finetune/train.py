@@ -1,0 +1,375 @@
+"""LoRA fine-tuning: one plain loop that can be killed at any step and goes on exactly there."""
+
+import contextlib
+import json
+import math
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from pharos.config import did_you_mean
+from pharos.corpus.items import Item
+from pharos.corpus.stream import Stream
+from pharos.errors import CheckFailed, InputError
+from pharos.evaluate.prompts import PromptBuilder, shared_prefix_length
+from pharos.finetune.card import loss_figure, model_card
+from pharos.finetune.checkpoints import State, load_checkpoint, save_checkpoint
+from pharos.finetune.data import Example, batches_of_epoch, data_digest, encode_examples
+from pharos.finetune.packed import batch_loss, check_packing, pack, packed_model
+from pharos.models.load import LoadedModel
+from pharos.runtime.artifacts import digest_of, sha256_file, write_bytes_atomic
+from pharos.runtime.log import Progress, log_event
+
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FINAL_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training came to.
+
+    ``result`` is the same whether or not the run was interrupted; what depends on the clock and
+    on interruptions is in ``timing``.
+    """
+
+    result: dict[str, Any]
+    timing: dict[str, Any]
+
+
+def train_adapter(
+    loaded: LoadedModel,
+    builder: PromptBuilder,
+    items: Sequence[Item],
+    adapter_config: Mapping[str, Any],
+    base: Mapping[str, str],
+    out_dir: Path | str,
+    checkpoint_dir: Path | str,
+) -> Training:
+    """Train one LoRA adapter and write it as a peft folder.
+
+    The loss of a step is the mean cross-entropy over all learned tokens of its batch: those of
+    the answers, each with its end token. Every token counts the same, and there is no
+    accumulation over batches. The optimiser is AdamW under a one-cycle schedule
+    (:func:`learning_rate`), with the gradient clipped to ``max_grad_norm``. Weights of the
+    adapter are float32; where the base is bfloat16, products are bfloat16 too.
+
+    Parameters
+    ----------
+    loaded
+        The base model; it is given back as it was, without the adapter.
+    builder
+        The prompt builder that evaluation uses too.
+    items
+        What to train on, every one once an epoch.
+    adapter_config
+        The adapter's block of the configuration, defaults filled in.
+    base
+        What the adapter records of its base: ``base_model_name_or_path`` and ``revision``, as
+        :func:`pharos.models.sources.base_identity` gives them.
+    out_dir
+        Gets ``adapter_model.safetensors``, ``README.md``, ``loss.svg`` and, when all of these
+        are whole, ``adapter_config.json``.
+    checkpoint_dir
+        Where checkpoints are written and looked for. They stay until
+        :func:`pharos.finetune.checkpoints.clear_checkpoints`.
+
+    Raises
+    ------
+    InputError
+        If an example is too long, a target does not exist or is tied to the embedding, or the
+        model cannot be packed.
+    CheckFailed
+        If the loss is not finite, or if the run was stopped by SIGTERM or SIGUSR1: the state is
+        saved by then, and the next call goes on from it.
+    """
+    examples = encode_examples(builder, items, adapter_config["max_tokens"], loaded.context_length)
+    _check_vocabulary(loaded.model, examples)
+    shared = shared_prefix_length([example.ids[: example.prompt_length] for example in examples])
+    digests = {"data": data_digest(examples)}
+    run_digest = digest_of(
+        {
+            "adapter": {k: v for k, v in adapter_config.items() if k != "checkpoint_every_steps"},
+            "base": dict(base),
+            "data": digests["data"],
+            "dtype": loaded.dtype,
+            "precision": loaded.precision,
+        }
+    )
+    rng_devices = [torch.cuda.current_device()] if loaded.device == "cuda" else []
+    with torch.random.fork_rng(devices=rng_devices):
+        model = add_lora(loaded.model, adapter_config, base)
+        try:
+            model.train()
+            check_packing(model, examples[:2], shared, loaded.dtype)
+            state = _train(
+                model, loaded, examples, shared, adapter_config, Path(checkpoint_dir), run_digest
+            )
+            weights, peft_config = _adapter_files(model)
+            trainable, total = model.get_nb_trainable_parameters()
+        finally:
+            model.unload()
+            loaded.model.eval()
+    facts = _facts(examples, shared, adapter_config, state)
+    facts["parameters"] = {
+        "trainable": trainable,
+        "total": total,
+        "share": round(trainable / total, 6),
+    }
+    out_dir = Path(out_dir)
+    _clear_folder(out_dir)
+    write_bytes_atomic(out_dir / "adapter_model.safetensors", weights)
+    digests["adapter"] = sha256_file(out_dir / "adapter_model.safetensors")
+    facts["digests"] = digests
+    card = model_card(base, adapter_config, facts, builder.prompt_text("{text}"), builder.answers)
+    write_bytes_atomic(out_dir / "README.md", card.encode())
+    write_bytes_atomic(out_dir / "loss.svg", loss_figure(state.losses))
+    # Last: without it, nobody takes the folder for an adapter.
+    write_bytes_atomic(out_dir / "adapter_config.json", peft_config)
+    tokens = facts["tokens"]["read"]
+    timing = {
+        "train_s": round(state.seconds, 3),
+        "tokens_per_s": round(tokens / state.seconds, 1) if state.seconds else None,
+        "resumed_from": state.resumed_from,
+    }
+    return Training(facts, timing)
+
+
+def _train(
+    model: Any,
+    loaded: LoadedModel,
+    examples: Sequence[Example],
+    shared: int,
+    config: Mapping[str, Any],
+    checkpoint_dir: Path,
+    run_digest: str,
+) -> State:
+    """Run all steps that are still to do; the adapter in ``model`` is the trained one after."""
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        parameters.values(), weight_decay=config["weight_decay"], fused=True
+    )
+    steps_an_epoch = math.ceil(len(examples) / config["batch_size"])
+    steps = steps_an_epoch * config["epochs"]
+
+    state = State()
+    found = load_checkpoint(checkpoint_dir, run_digest)
+    if found is not None:
+        state, tensors = found
+        _restore(parameters, optimizer, tensors, state.step)
+        state.resumed_from.append(state.step)
+        log_event("resumed", step=state.step, steps=steps)
+
+    with (
+        Progress("finetune", steps, "step") as progress,
+        _stop_signals() as stopped_by,
+        packed_model(model),
+        torch.autocast(loaded.device, torch.bfloat16, enabled=loaded.dtype == "bfloat16"),
+    ):
+        if state.step:
+            progress.advance(state.step)
+        for step in range(state.step, steps):
+            started = time.monotonic()
+            epoch, place = divmod(step, steps_an_epoch)
+            batches = batches_of_epoch(len(examples), config["batch_size"], config["seed"], epoch)
+            batch = pack([examples[k] for k in batches[place]], shared, loaded.device)
+            torch.manual_seed(_seed(config["seed"], "dropout", step))
+
+            loss = batch_loss(model.get_base_model(), batch)
+            _check_finite(loss, "loss", step, steps)
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = nn.utils.clip_grad_norm_(parameters.values(), config["max_grad_norm"])
+            _check_finite(norm, "norm of the gradient", step, steps)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, config)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            state.step = step + 1
+            state.losses.append(loss.item())
+            state.seconds += time.monotonic() - started
+            progress.advance(loss=round(state.losses[-1], 4))
+            last = state.step == steps
+            if state.step % config["checkpoint_every_steps"] == 0 or last or stopped_by:
+                tensors = _tensors(parameters, optimizer)
+                save_checkpoint(checkpoint_dir, run_digest, state, tensors)
+            if stopped_by and not last:
+                raise CheckFailed(
+                    f"stopped by {stopped_by[0]} after step {state.step} of {steps}; the state is "
+                    "saved, and the same command goes on from there"
+                )
+    return state
+
+
+def learning_rate(step: int, steps: int, config: Mapping[str, Any]) -> float:
+    """The rate of a step (from 0): one cycle, linear up to the peak, then a cosine down to 0.
+
+    ``config`` has ``learning_rate`` (the peak) and ``warmup_share`` (the share of ``steps`` on
+    the way up). After Smith, "Super-convergence" (2018).
+    """
+    peak = float(config["learning_rate"])
+    warmup: int = math.ceil(config["warmup_share"] * steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def add_lora(model: Any, config: Mapping[str, Any], base: Mapping[str, str]) -> Any:
+    """``model`` with fresh LoRA layers on ``config["targets"]``, as a peft model.
+
+    Raises
+    ------
+    InputError
+        If a target is no linear layer of the model, or is its output layer where that is tied
+        to the embedding (an update there would change both when merged).
+    """
+    import peft
+
+    output = model.get_output_embeddings()
+    tied = output is not None and output.weight is model.get_input_embeddings().weight
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not (tied and module is output)
+    }
+    for target in config["targets"]:
+        if target not in linear:
+            raise InputError(
+                f"adapter targets: the model has no linear layer {target!r} that can be adapted"
+                f"{did_you_mean(target, sorted(linear))}"
+            )
+    torch.manual_seed(_seed(config["seed"], "weights", 0))
+    settings = peft.LoraConfig(
+        r=config["rank"],
+        lora_alpha=config["alpha"],
+        lora_dropout=config["dropout"],
+        target_modules=sorted(config["targets"]),
+        task_type=peft.TaskType.CAUSAL_LM,
+    )
+    adapted = peft.get_peft_model(model, settings)
+    # peft fills in the folder on this machine; what counts is what the model is.
+    settings.base_model_name_or_path = base["base_model_name_or_path"]
+    settings.revision = base["revision"]
+    return adapted
+
+
+def _seed(seed: int, purpose: str, step: int) -> int:
+    return Stream("finetune", seed, purpose, step).below(2**63)
+
+
+def _check_finite(value: Tensor, what: str, step: int, steps: int) -> None:
+    if not math.isfinite(value.item()):
+        raise CheckFailed(
+            f"the {what} is {value.item()} in step {step + 1} of {steps}: training has diverged; "
+            "a smaller learning_rate or a longer warm-up may help"
+        )
+
+
+def _check_vocabulary(model: Any, examples: Sequence[Example]) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    for example in examples:
+        if max(example.ids) >= rows:
+            raise InputError(
+                f"item {example.id!r}: token {max(example.ids)} is beyond the model's embedding "
+                f"of {rows} rows: the tokenizer is not this model's"
+            )
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[str]]:
+    """Collect the names of stopping signals instead of dying of them."""
+    received: list[str] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, remember) for number in STOPPING_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tensors(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    tensors = {}
+    for name, parameter in parameters.items():
+        tensors[f"weight/{name}"] = parameter.detach().cpu()
+        for moment in MOMENTS:
+            tensors[f"{moment}/{name}"] = optimizer.state[parameter][moment].cpu()
+    return tensors
+
+
+def _restore(
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    step: int,
+) -> None:
+    for name, parameter in parameters.items():
+        with torch.no_grad():
+            parameter.copy_(tensors[f"weight/{name}"])
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(step), device=parameter.device),
+            **{moment: tensors[f"{moment}/{name}"].to(parameter.device) for moment in MOMENTS},
+        }
+
+
+def _adapter_files(model: Any) -> tuple[bytes, bytes]:
+    """``adapter_model.safetensors`` and ``adapter_config.json`` as bytes."""
+    import peft
+
+    # Told not to look: peft would ask the hub whether the embedding has changed.
+    saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in saved.items()}
+    settings = model.peft_config[model.active_adapter].to_dict()
+    settings["inference_mode"] = True
+    # Sets have no order of their own; a file needs one.
+    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in settings.items()}
+    text = json.dumps(plain, indent=2, sort_keys=True) + "\n"
+    return safetensors.torch.save(weights, metadata={"format": "pt"}), text.encode()
+
+
+def _facts(
+    examples: Sequence[Example], shared: int, config: Mapping[str, Any], state: State
+) -> dict[str, Any]:
+    epochs, steps = config["epochs"], len(state.losses)
+    final = max(1, round(FINAL_SHARE * steps))
+    read = sum(len(example.ids) - 1 for example in examples) * epochs
+    return {
+        "steps": steps,
+        "epochs": epochs,
+        "examples": len(examples),
+        "losses": state.losses,
+        "learning_rates": [learning_rate(step, steps, config) for step in range(steps)],
+        "final_steps": final,
+        "final_loss": sum(state.losses[-final:]) / final,
+        "tokens": {
+            "read": read,
+            "computed": read - shared * (len(examples) * epochs - steps),
+            "learned": sum(example.answer_length for example in examples) * epochs,
+            "shared_opening": shared,
+        },
+    }
+
+
+def _clear_folder(folder: Path) -> None:
+    """Make ``folder``; what is left in it of an earlier or killed run is no adapter any more."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+    (folder / "adapter_config.json").unlink(missing_ok=True)
+    for name in ("adapter_model.safetensors", "adapter_config.json", "README.md", "loss.svg"):
+        for leftover in folder.glob(f".{name}.*"):
+            leftover.unlink(missing_ok=True)
