@@ -107,7 +107,7 @@ def _continue(
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
             position_ids=positions.to(model.device),
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]

