@@ -105,7 +105,7 @@ def build_report(
         runs=[_run(source) for source in everything],
         oversubscribed=sum(_is_oversubscribed(source) for source in everything),
         code=_code(everything),
-        kinds=KINDS,
+        tones=TONES,
         sources=everything,
     )
     path = out_dir / "index.html"
@@ -326,7 +326,8 @@ def _training(source: Source) -> dict[str, Any]:
     result, timing = source.result, source.artifact.get("timing", {})
     losses, parameters = result["losses"], result["parameters"]
     facts = [
-        ("trainable weights", f"{parameters['trainable']:,} ({100 * parameters['share']:.2f} %)"),
+        ("weights trained", f"{parameters['trainable']:,}"),
+        ("of all weights", f"{100 * parameters['share']:.2f}{NBSP}%"),
         ("training events", f"{result['examples']:,}"),
         ("steps", f"{result['steps']:,} in {_plural(result['epochs'], 'epoch')}"),
         ("loss, last tenth", f"{result['final_loss']:.4f}"),
