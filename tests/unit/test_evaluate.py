@@ -1,0 +1,224 @@
+"""What a model is asked, what it answers, and what is recorded of it."""
+
+import math
+
+import pytest
+import tiny_models
+import torch
+
+from pharos.errors import InputError
+from pharos.evaluate.generation import generate, parse_answer, stop_tokens
+from pharos.evaluate.prompts import PromptBuilder
+from pharos.evaluate.run import evaluate_items
+from pharos.models.load import LoadedModel
+
+ANSWERS = tiny_models.PROMPT["answers"]
+SETTINGS = {"mode": "likelihood", "batch_tokens": 200, "max_new_tokens": 6, "noise_sample": 4}
+FIELDS = [
+    "id",
+    "cluster",
+    "group",
+    "label",
+    "answer",
+    "parsed",
+    "margin",
+    "p_positive",
+    "logprobs",
+    "fragile",
+    "prompt_sha256",
+]
+
+
+def loaded(net=None, words=None, context_length=512):
+    net, words = net or tiny_models.model(), words or tiny_models.tokenizer()
+    return LoadedModel(net, words, "cpu", "float32", "full", "sdpa", context_length)
+
+
+def evaluate(model=None, items=None, **settings):
+    model = model or loaded()
+    items = tiny_models.items(8) if items is None else items
+    builder = PromptBuilder(model.tokenizer, tiny_models.PROMPT)
+    return evaluate_items(model, builder, items, {**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("SIGNIFICANT", "positive"),
+        (" routine.\n", "negative"),
+        ("Significant.", "positive"),
+        ("VERDICT: NOT SIGNIFICANT", None),
+        ("NOT SIGNIFICANT", None),
+        ("SIGNIFICANT..", None),
+        ("SIGNIFICANTLY", None),
+        ("SIGNIFICANT or ROUTINE", None),
+        ("SIGNIFICANT\nROUTINE", None),
+        ("", None),
+        (".", None),
+    ],
+)
+def test_only_the_whole_output_is_an_answer(text, answer):
+    assert parse_answer(text, ANSWERS) == answer
+
+
+def test_predictions_have_the_documented_shape_and_order():
+    predictions, facts = evaluate()
+    assert [p["id"] for p in predictions] == [f"event{k}" for k in range(8)]
+    assert all(list(p) == FIELDS for p in predictions)
+    for p in predictions:
+        assert p["margin"] == p["logprobs"]["positive"] - p["logprobs"]["negative"]
+        assert p["p_positive"] == pytest.approx(1 / (1 + math.exp(-p["margin"])))
+        assert p["answer"] == ("positive" if p["margin"] > 0 else "negative")
+        assert p["parsed"] is True
+    assert facts["result"]["prompts"]["shared_prefix"] > 0
+
+
+def test_results_do_not_depend_on_the_batch():
+    one, _ = evaluate(batch_tokens=16)
+    other, _ = evaluate(batch_tokens=100_000)
+    for a, b in zip(one, other, strict=True):
+        assert a["margin"] == pytest.approx(b["margin"], abs=1e-4)
+
+
+def test_items_inside_the_noise_are_fragile_and_listed():
+    predictions, facts = evaluate()
+    fragile = facts["result"]["fragile"]
+    bound = fragile["noise"]["bound"]
+    assert all(p["fragile"] == (abs(p["margin"]) <= bound) for p in predictions)
+    assert fragile["count"] == len(fragile["ids"]) == sum(p["fragile"] for p in predictions)
+
+
+def test_a_margin_of_nothing_is_fragile():
+    net = tiny_models.model()
+    with torch.no_grad():
+        net.model.embed_tokens.weight.zero_()  # every token is as likely as any other
+    builder = PromptBuilder(tiny_models.tokenizer(), tiny_models.PROMPT)
+    config = {**tiny_models.PROMPT, "answers": {"positive": "AB", "negative": "CD"}}
+    builder = PromptBuilder(tiny_models.tokenizer(), config)
+    predictions, facts = evaluate_items(loaded(net), builder, tiny_models.items(5), SETTINGS)
+    assert facts["result"]["fragile"]["count"] == 5
+    assert {p["answer"] for p in predictions} == {"negative"}
+
+
+def test_without_a_noise_sample_nothing_is_called_fragile():
+    _, facts = evaluate(noise_sample=0)
+    assert facts["result"]["fragile"] == {"count": 0, "ids": [], "noise": None}
+
+
+def test_no_items_are_refused():
+    with pytest.raises(InputError, match="no items"):
+        evaluate(items=[])
+
+
+def test_prompts_beyond_the_context_are_refused_before_anything_runs():
+    with pytest.raises(InputError, match="do not fit the model's context of 20"):
+        evaluate(loaded(context_length=20))
+
+
+def test_tokens_beyond_the_embeddings_are_refused():
+    with pytest.raises(InputError, match="beyond the model's 150 embeddings"):
+        evaluate(loaded(tiny_models.model(vocab=150)))
+
+
+def test_a_model_with_spare_embeddings_is_fine():
+    predictions, _ = evaluate(loaded(tiny_models.model(vocab=384)))
+    assert len(predictions) == 8
+
+
+def greedy_alone(net, words, prompt, stop, limit):
+    ids = list(prompt)
+    while len(ids) - len(prompt) < limit:
+        with torch.no_grad():
+            token = net(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item()
+        if token in stop:
+            break
+        ids.append(token)
+    return words.decode(ids[len(prompt) :], clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("batch_tokens", [16, 150, 10_000])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_generation_in_batches_equals_generation_alone(kind, batch_tokens):
+    net, words = tiny_models.model(kind), tiny_models.tokenizer()
+    prompts = [p.ids for p in PromptBuilder(words, tiny_models.PROMPT).encode(tiny_models.items(9))]
+    stop = stop_tokens(net, 2)
+    outputs = generate(net, words, prompts, ANSWERS, stop, 6, batch_tokens)
+    assert outputs == [greedy_alone(net, words, prompt, stop, 6) for prompt in prompts]
+    assert len(set(outputs)) > 1
+
+
+class Scripted(torch.nn.Module):
+    """Says given tokens one after the other, whatever it reads."""
+
+    def __init__(self, net, tokens):
+        super().__init__()
+        self.net, self.tokens, self.steps = net, tokens, 0
+        self.config, self.generation_config = net.config, net.generation_config
+        self.device, self.dtype = net.device, net.dtype
+
+    def forward(self, **inputs):
+        output = self.net(**inputs)
+        if inputs["input_ids"].shape[0] > 1 or len(self.tokens) > self.steps:
+            output.logits[:, -1] = 0
+            output.logits[:, -1, self.tokens[self.steps]] = 1
+        self.steps += 1
+        return output
+
+
+def says(text, limit=40):
+    net, words = tiny_models.model(), tiny_models.tokenizer()
+    tokens = words(text, add_special_tokens=False)["input_ids"]
+    scripted = Scripted(net, tokens + [7] * limit)
+    prompt = PromptBuilder(words, tiny_models.PROMPT).prompt_ids("fog")
+    stop = stop_tokens(net, words.convert_tokens_to_ids("<|im_end|>"))
+    (output,) = generate(scripted, words, [prompt], ANSWERS, stop, limit)
+    return output, scripted.steps, len(tokens)
+
+
+def test_generation_ends_with_the_end_token_which_is_no_part_of_the_output():
+    output, steps, tokens = says("ROUTINE<|im_end|>")
+    assert (output, steps) == ("ROUTINE", tokens)
+
+
+def test_a_verdict_that_goes_on_is_no_verdict_and_ends_at_once():
+    output, steps, _ = says("ROUTINE. But SIGNIFICANT in a way that takes long to say")
+    assert parse_answer(output, ANSWERS) is None
+    assert steps < 20
+
+
+def test_other_words_are_kept_up_to_the_limit():
+    output, steps, _ = says("NOT SIGNIFICANT at all, the harbour reports", limit=5)
+    assert steps == 5
+    assert parse_answer(output, ANSWERS) is None
+
+
+def test_special_tokens_in_an_output_are_not_overlooked():
+    output, _, _ = says("<|im_start|>ROUTINE<|im_end|>")
+    assert parse_answer(output, ANSWERS) is None
+
+
+def test_generated_predictions_have_no_margin_and_unparsed_ones_no_answer():
+    predictions, facts = evaluate(mode="generate")
+    for p in predictions:
+        assert list(p) == [*FIELDS, "output"]
+        assert p["margin"] is None and p["p_positive"] is None
+        assert p["logprobs"] == {"positive": None, "negative": None}
+        assert p["parsed"] == (p["answer"] is not None)
+    assert not any(p["parsed"] for p in predictions)  # random weights say nothing sensible
+    assert facts["result"]["fragile"]["noise"] is None
+
+
+def test_answers_that_generation_cannot_tell_apart_are_refused():
+    config = {**tiny_models.PROMPT, "answers": {"positive": "Yes", "negative": "YES."}}
+    builder = PromptBuilder(tiny_models.tokenizer(), config)
+    settings = {**SETTINGS, "mode": "generate"}
+    with pytest.raises(InputError, match="only in case"):
+        evaluate_items(loaded(), builder, tiny_models.items(2), settings)
+
+
+def test_every_stop_token_of_the_models_own_config_counts():
+    net = tiny_models.model()
+    net.generation_config.eos_token_id = [2, 4]
+    assert stop_tokens(net, 1) == {1, 2, 4}
+    net.generation_config.eos_token_id = None
+    assert stop_tokens(net, None) == frozenset()
