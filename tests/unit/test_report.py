@@ -7,7 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
+import jsonschema
 import pytest
+import yaml
 from report_fixtures import (
     MODEL,
     TASK,
@@ -24,6 +26,7 @@ from pharos.errors import InputError
 from pharos.report.figures import interval_strip, loss_curve, null_histogram, running_mean
 from pharos.report.page import build_report
 
+SCHEMA = Path(__file__).parents[2] / "workflow/schemas/artifact.schema.yaml"
 NOTHING = {"shortcuts": [], "models": [], "evaluations": [], "trainings": [], "promotions": []}
 
 
@@ -76,6 +79,12 @@ def run(tmp_path_factory):
 def page(run):
     folder, paths = run
     return built(folder, **paths)
+
+
+def test_the_artifacts_of_these_tests_are_like_real_ones(run):
+    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
+    for path in [path for paths in run[1].values() for path in paths]:
+        jsonschema.validate(json.loads(path.read_text(encoding="utf-8")), schema)
 
 
 def test_the_verdict_is_at_the_top_in_plain_words_with_its_numbers(page, run):

@@ -153,7 +153,7 @@ def loss_curve(steps: Sequence[float], losses: Sequence[float], label: str) -> M
     levels = Markup("").join(
         Markup(
             '<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
-            '<text class="tick" x="0" y="{above}">{text}</text>'
+            '<text class="tick" x="100%" y="{above}" text-anchor="end">{text}</text>'
         ).format(y=_pixels(height(level)), above=_pixels(height(level) - 4), text=f"{level:g}")
         for level in _nice_ticks(0, highest, 4)
         if level > 0
