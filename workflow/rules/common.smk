@@ -37,6 +37,14 @@ def train_seed_of(task, test_seed):
     return {test: train for train, test in seed_pairs(TASKS[task])}[int(test_seed)]
 
 
+def corpus_settings(task):
+    """What a corpus depends on; a user's file must also hold enough events for its cut."""
+    keys = ["corpus"]
+    if "file" in TASKS[task]["corpus"]:
+        keys += ["train_events", "test_events"]
+    return {key: TASKS[task][key] for key in keys}
+
+
 def corpus_of(task, seed):
     """A corpus, and the file that admits it to models."""
     return {

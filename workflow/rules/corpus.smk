@@ -16,6 +16,6 @@ rule corpus:
         mem_mb=2000,
         runtime=10,
     params:
-        corpus=lambda wc: TASKS[wc.task]["corpus"],
+        task=lambda wc: corpus_settings(wc.task),
     script:
         "../scripts/corpus.py"

@@ -10,13 +10,13 @@ def main(snakemake):
         from pharos.corpus.files import build_corpus
 
         seed = int(snakemake.wildcards.seed)
-        lines, manifest = build_corpus(snakemake.params.corpus, seed)
+        lines, manifest = build_corpus(snakemake.params.task, seed)
         write_jsonl_atomic(snakemake.output.corpus, lines)
         running.write(
             snakemake.output.manifest,
             "corpus",
             inputs=snakemake.input,
-            config=snakemake.params.corpus,
+            config=snakemake.params.task,
             seed=seed,
             result=manifest,
         )
