@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from pharos.evaluate.metrics import measure
+from pharos.gate.null import summarise
 from pharos.gate.promotion import promotion_gate
 from pharos.runtime.artifacts import read_artifact, write_artifact, write_jsonl_atomic
 
@@ -92,28 +93,42 @@ def answers(n, skill, seed, share=0.35, bias=0.0):
 
 
 def shortcut_result(verdict="PASS", baseline=0.571, p_value=0.321):
+    def number(value):
+        return {"hex": float(value).hex(), "decimal": round(value, 6)}
+
     rng = np.random.default_rng(5)
-    null = 0.5 + np.abs(rng.normal(0, 0.035, 1000)) + 0.01
-    counts, edges = np.histogram(null, bins=24)
+    null = summarise([abs(value) + 0.01 for value in rng.normal(0, 0.035, 1000).tolist()])
     return {
         "verdict": verdict,
+        "surface_baseline": number(baseline),
+        "p_value": p_value,
+        "beyond_chance": p_value <= 0.05,
         "ceiling": 0.72,
+        "smallest_leak": 0.604,
+        "worst_probe": "kernel",
         "n": 2160,
         "clusters": 720,
-        "surface_baseline": {"hex": baseline.hex(), "decimal": f"{baseline:.6f}"},
-        "p_value": p_value,
-        "null": {
-            "permutations": 1000,
-            "mean": float(null.mean()),
-            "sd": float(null.std()),
-            "histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+        "probes": {
+            name: {
+                "auc": number(auc),
+                "folds": [
+                    {"group": group, "auc": number(auc + shift)}
+                    for group, shift in (("north", 0.02), ("south", -0.01), ("harbour", -0.01))
+                ],
+            }
+            for name, auc in (("linear", 0.534), ("kernel", baseline))
         },
         "features": [
-            {"name": "characters", "auc": baseline},
-            {"name": "words", "auc": 0.534},
-            {"name": "digits", "auc": 0.507},
-            {"name": "channel=radio", "auc": 0.489},
+            {"name": name, "auc": number(auc), "examples": []}
+            for name, auc in (
+                ("characters", baseline),
+                ("words", 0.534),
+                ("channel=radio", 0.489),
+                ("digits", 0.507),
+            )
         ],
+        "null": null,
+        "concerns": [],
         "digest": "cd" * 32,
     }
 

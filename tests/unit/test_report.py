@@ -58,7 +58,7 @@ class Page(HTMLParser):
 
     @property
     def text(self):
-        return " ".join(" ".join(self.words).split())
+        return " ".join(" ".join(self.words).split())  # split() takes no-break spaces too
 
     def named(self, tag):
         return [attributes for name, attributes in self.tags if name == tag]
@@ -203,7 +203,8 @@ def test_a_gate_that_did_not_pass_is_told_in_words(tmp_path, verdict, evaluated,
     asked = [evaluation(root, 7, "base", answers(60, 1, 1))] if evaluated else []
     text = built(tmp_path, shortcuts=[gate], evaluations=asked).text
     assert says in text
-    assert "AUC 0.810 against a ceiling of 0.720" in text
+    assert "AUC 0.810 (kernel probe, n = 2,160 lines in 720 clusters)" in text
+    assert "against a ceiling of 0.720" in text
 
 
 def test_an_inconclusive_promotion_says_that_it_cannot_tell(tmp_path):
@@ -240,13 +241,21 @@ def test_a_metric_without_a_value_says_why(tmp_path):
     assert "no value: answers were generated, so there are no margins to rank" in page.text
 
 
-def test_a_gate_without_an_auc_has_no_figure(tmp_path):
-    result = shortcut_result("INCONCLUSIVE")
-    result |= {"surface_baseline": {"hex": None, "decimal": None}, "p_value": None, "null": None}
+def test_a_gate_without_shuffles_has_no_figure_and_says_so(tmp_path):
+    concern = "no permutations: whether the value is beyond chance is unknown"
+    result = shortcut_result() | {"p_value": None, "null": None, "concerns": [concern]}
+    result |= {"beyond_chance": None, "smallest_leak": None}
     gate = write(tmp_path / f"results/gate/shortcut/{TASK}/seed7.json", "shortcut-gate", result)
     text = built(tmp_path, shortcuts=[gate]).text
-    assert "No AUC was measured." in text
-    assert "no null distribution to draw" in text
+    assert "No labels were shuffled" in text
+    assert concern in text
+
+
+def test_the_null_is_drawn_as_auc_with_its_quantile_in_words(page):
+    assert "Shuffled labels reach 0.538 on average and 0.578 one time in twenty" in page.text
+    assert "p = 0.321 from 1,000 shuffles, not beyond chance" in page.text
+    assert "The smallest leak that would have shown 4 times in 5: 0.604." in page.text
+    assert "shuffles with AUC 0.510 to 0.515" in page.text
 
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(1)>&{{ 7*7 }}'

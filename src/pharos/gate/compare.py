@@ -89,15 +89,20 @@ def _compare_seeds(path_a: Path, a: Mapping[Key, Any], path_b: Path, b: Mapping[
         # Two gates of one corpus may lie in folders of any name; the digest decides.
         b = dict(zip(a, b.values(), strict=True))
     for own, other, path in ((a, b, path_b), (b, a, path_a)):
-        missing = [f"{task} seed {seed}" for task, seed in own if (task, seed) not in other]
+        missing = [_named(key) for key in own if key not in other]
         if missing:
             raise InputError(f"{path}: has no value for {', '.join(missing)}")
     worst = SAME
-    for task, seed in a:
-        status, line = _compare_seed(a[task, seed], b[task, seed])
-        print(f"{task} seed {seed}: {line}")
+    for key in a:
+        status, line = _compare_seed(a[key], b[key])
+        print(f"{_named(key)}: {line}")
         worst = max(worst, status)
     return worst
+
+
+def _named(key: Key) -> str:
+    task, seed = key
+    return task if seed is None else f"{task} seed {seed}"
 
 
 def _compare_seed(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[int, str]:

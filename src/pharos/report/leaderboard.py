@@ -21,9 +21,9 @@ def floors_of(evaluation: Source, shortcuts: Sequence[Source]) -> dict[str, dict
     """
     floors = evaluation.result["floors"]
     auroc = {"chance": CHANCE}
-    shape = surface_baseline(evaluation, shortcuts)
-    if shape is not None:
-        auroc["shape alone"] = shape
+    gate = gate_of(evaluation, shortcuts)
+    if gate is not None:
+        auroc["shape alone"] = baseline_of(gate)
     return {
         "f1": {"always positive": floors["always_positive_f1"]},
         "accuracy": {"majority": floors["majority_accuracy"]},
@@ -39,16 +39,9 @@ def gate_of(source: Source, shortcuts: Sequence[Source]) -> Source | None:
     return next((gate for gate in shortcuts if (gate.task, gate.seed) == cell), None)
 
 
-def surface_baseline(source: Source, shortcuts: Sequence[Source]) -> float | None:
-    """The AUC that shape alone reaches on the same corpus, counted from 0.5 upwards."""
-    gate = gate_of(source, shortcuts)
-    return None if gate is None else baseline_of(gate)
-
-
-def baseline_of(gate: Source) -> float | None:
-    """The surface baseline of a shortcut gate, counted from 0.5 upwards."""
-    stated = (gate.result.get("surface_baseline") or {}).get("decimal")
-    return None if stated is None else max(float(stated), 1 - float(stated))
+def baseline_of(gate: Source) -> float:
+    """The surface baseline of a shortcut gate: an AUC, counted from 0.5 upwards."""
+    return float(gate.result["surface_baseline"]["decimal"])
 
 
 def leaderboard_rows(

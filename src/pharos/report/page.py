@@ -47,6 +47,7 @@ TONES = {
 }
 NOT_KNOWN = "not recorded"
 NBSP = "\u00a0"
+SHOWN_FEATURES = 8
 
 
 def build_report(
@@ -115,8 +116,10 @@ def build_report(
 
 
 def _sentence(text: str) -> str:
-    """The sentence with "n = 160" and "95 %" kept on one line."""
-    return re.sub(r"(?<=\bn) = (?=\d)|(?<=\d) (?=%)", lambda gap: gap[0].replace(" ", NBSP), text)
+    """The sentence with "n = 160", "p = 0.01" and "95 %" kept on one line."""
+    return re.sub(
+        r"(?<=\b[np]) = (?=\d)|(?<=\d) (?=%)", lambda gap: gap[0].replace(" ", NBSP), text
+    )
 
 
 def _counts(sources: Sequence[Source], verdicts: Sequence[str]) -> list[dict[str, Any]]:
@@ -198,50 +201,61 @@ def _drawn(
 def _gate(source: Source, evaluations: Sequence[Source]) -> dict[str, Any]:
     """One corpus at the shortcut gate, with its null distribution drawn."""
     result = source.result
-    baseline = baseline_of(source)
-    null = result.get("null") or {}
-    histogram = null.get("histogram") or {}
+    baseline, null = baseline_of(source), result["null"]
     figure = None
-    if baseline is not None and sum(histogram.get("counts", [])):
+    if null is not None:
+        counts, bin_ = null["histogram"]["counts"], null["histogram"]["bin"]
+        # The artifact counts distances from 0.5; the axis is AUC.
+        start = 0.5 + null["histogram"]["start"]
         figure = null_histogram(
-            histogram["edges"],
-            histogram["counts"],
+            [start + bin_ * number for number in range(len(counts) + 1)],
+            counts,
             baseline,
             result["ceiling"],
             f"Null distribution of {source.task} seed {source.seed}: AUC {baseline:.3f} observed, "
             f"ceiling {result['ceiling']:.3f}",
         )
-    used = [
-        other for other in evaluations if (other.task, other.seed) == (source.task, source.seed)
-    ]
-    features = [
-        {"name": feature["name"], "auc": float(feature["auc"])}
-        for feature in result.get("features", [])
-        if feature.get("auc") is not None
-    ]
+    used = any((one.task, one.seed) == (source.task, source.seed) for one in evaluations)
     return {
         "source": source,
         "verdict": result["verdict"],
         "tone": TONES[result["verdict"]],
-        "headline": _gate_headline(source, bool(used)),
+        "headline": _gate_headline(source, used),
         "says": _gate_says(source, baseline),
+        "concerns": result["concerns"],
         "figure": figure,
-        "features": sorted(features, key=lambda feature: -abs(feature["auc"] - 0.5))[:8],
+        "probes": [
+            {
+                "name": name,
+                "auc": float(probe["auc"]["decimal"]),
+                "folds": [
+                    (fold["group"], float(fold["auc"]["decimal"])) for fold in probe["folds"]
+                ],
+            }
+            for name, probe in result["probes"].items()
+        ],
+        "features": [
+            {"name": feature["name"], "auc": float(feature["auc"]["decimal"])}
+            for feature in result["features"][:SHOWN_FEATURES]
+        ],
     }
 
 
-def _gate_says(source: Source, baseline: float | None) -> list[str]:
-    result, null = source.result, source.result.get("null") or {}
-    says = ["No AUC was measured."]
-    if baseline is not None:
-        says = [f"AUC {baseline:.3f} against a ceiling of {result['ceiling']:.3f}"]
-        if null.get("mean") is not None:
-            says[0] += f"; shuffled labels reach {null['mean']:.3f} on average"
-        says[0] += "."
-    if result.get("p_value") is not None:
-        says.append(f"p = {result['p_value']:.3f} from {null.get('permutations', 0):,} shuffles.")
-    if result.get("n") is not None:
-        says.append(f"n = {result['n']:,} lines in {result['clusters']:,} clusters.")
+def _gate_says(source: Source, baseline: float) -> list[str]:
+    """The gate's numbers in sentences, each with its n and what it is held against."""
+    result, null = source.result, source.result["null"]
+    says = [
+        f"AUC {baseline:.3f} ({result['worst_probe']} probe, n = {result['n']:,} lines in "
+        f"{result['clusters']:,} clusters) against a ceiling of {result['ceiling']:.3f}."
+    ]
+    if null is not None:
+        beyond = "beyond chance" if result["beyond_chance"] else "not beyond chance"
+        says += [
+            f"Shuffled labels reach {0.5 + null['mean']['value']:.3f} on average and "
+            f"{0.5 + null['quantiles']['0.95']['value']:.3f} one time in twenty: "
+            f"p = {result['p_value']:.3f} from {null['permutations']:,} shuffles, {beyond}.",
+            f"The smallest leak that would have shown 4 times in 5: {result['smallest_leak']:.3f}.",
+        ]
     return says
 
 
