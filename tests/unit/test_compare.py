@@ -4,11 +4,11 @@ import argparse
 import copy
 
 import pytest
-from records import made
 
 from pharos.errors import InputError
 from pharos.gate import compare
 from pharos.runtime.artifacts import write_artifact, write_jsonl_atomic
+from records import made
 
 SEEDS = [
     {

@@ -5,13 +5,13 @@ import math
 
 import numpy as np
 import pytest
-from records import made, noisy, said
 from sklearn.metrics import f1_score, precision_score, recall_score, roc_auc_score
 
 from pharos.errors import InputError
 from pharos.evaluate.metrics import METRICS, measure
 from pharos.predictions import columns_of, predictions_path
 from pharos.resampling import cluster_weights, stream
+from records import made, noisy, said
 
 SETTINGS = {"bootstrap": 400, "seed": 0}
 

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from records import made
 from scipy.stats import binomtest
 
 from pharos.errors import InputError
 from pharos.evaluate.metrics import measure
 from pharos.gate.promotion import promotion_gate, sign_test
+from records import made
 
 SETTINGS = {"min_f1_gain": 0.02, "alpha": 0.05, "max_unparsed": 0.02, "bootstrap": 500, "seed": 0}
 LABELS = [True] * 56 + [False] * 104
