@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+
 from conftest import ROOT, Workspace
 
 

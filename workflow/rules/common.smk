@@ -93,3 +93,41 @@ CORPORA = sorted(
         for seed in pair
     }
 )
+
+ADAPTER_FILES = (
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "README.md",
+    "loss.svg",
+)
+
+# What the report reads, by what it is.
+ARTIFACTS = {
+    "shortcuts": [
+        f"results/gate/shortcut/{task}/seed{seed}.json" for task, seed in CORPORA
+    ],
+    "models": [f"results/models/{model}.json" for model in MODELS],
+    "evaluations": [
+        f"results/evaluate/{model}/{task}/seed{seed}/{variant}.json"
+        for model, task, seed, variant in EVALUATIONS
+    ],
+    "trainings": sorted({adapter_file(*cell, "training.json") for cell in PROMOTIONS}),
+    "promotions": [
+        f"results/gate/promotion/{model}/{task}/seed{seed}/{variant}.json"
+        for model, task, seed, variant in PROMOTIONS
+    ],
+}
+
+# Every other file that is worth making again when somebody deletes it.
+COMPANIONS = [
+    *(f"results/corpus/{task}/seed{seed}.jsonl" for task, seed in CORPORA),
+    *(f"results/corpus/{task}/seed{seed}.manifest.json" for task, seed in CORPORA),
+    *(f"results/gate/admission/{task}/seed{seed}.json" for task, seed in CORPORA),
+    *(
+        path.removesuffix(".json") + ".predictions.jsonl"
+        for path in ARTIFACTS["evaluations"]
+    ),
+    *sorted(
+        {adapter_file(*cell, name) for cell in PROMOTIONS for name in ADAPTER_FILES}
+    ),
+]

@@ -1,19 +1,7 @@
 rule report:
     """Make one self-contained page, and the leaderboard, from the artifacts alone."""
     input:
-        shortcuts=[
-            f"results/gate/shortcut/{task}/seed{seed}.json" for task, seed in CORPORA
-        ],
-        models=[f"results/models/{model}.json" for model in MODELS],
-        evaluations=[
-            f"results/evaluate/{model}/{task}/seed{seed}/{variant}.json"
-            for model, task, seed, variant in EVALUATIONS
-        ],
-        trainings=sorted({adapter_file(*cell, "training.json") for cell in PROMOTIONS}),
-        promotions=[
-            f"results/gate/promotion/{model}/{task}/seed{seed}/{variant}.json"
-            for model, task, seed, variant in PROMOTIONS
-        ],
+        **ARTIFACTS,
     output:
         page=report(
             "results/report/index.html",
