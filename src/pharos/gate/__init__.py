@@ -1,1 +1,1 @@
-"""The two gates: can labels be told from shape, and is an adapter better than its base?"""
+"""The two gates: is a corpus fit to be learnt from, is an adapter fit to be kept."""

@@ -1,0 +1,70 @@
+"""The gate's arithmetic: right, and the same bits in whatever order BLAS adds."""
+
+import numpy as np
+import pytest
+from scipy.special import expit
+
+from pharos.gate.exact import (
+    cholesky,
+    cholesky_solve,
+    exact_product,
+    mean_and_deviation,
+    sigmoid,
+    twice_mann_whitney,
+)
+
+RNG = np.random.default_rng(0)
+
+
+def test_sigmoid_is_right_to_the_last_digits_and_cut_at_40():
+    x = np.concatenate([np.linspace(-40, 40, 50_001), [0.0, 1e-300, -0.0, 1e9, -1e9]])
+    assert np.abs(sigmoid(x) / expit(np.clip(x, -40, 40)) - 1).max() < 1e-15
+    assert sigmoid(np.array([[0.0], [-0.0]])).tolist() == [[0.5], [0.5]]
+
+
+def test_products_of_integers_are_exact_even_where_they_outgrow_a_float():
+    a = RNG.integers(-(2**20), 2**20, (5, 40)).astype(float)
+    b = RNG.integers(-(2**40), 2**40, (40, 3)).astype(float)
+    truth = [
+        [sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) for column in b.T]
+        for row in a
+    ]
+    assert exact_product(a, b).tolist() == [[float(value) for value in row] for row in truth]
+
+
+def test_a_factor_too_large_for_exact_sums_is_refused():
+    with pytest.raises(ValueError, match=r"2\*\*50 is too much"):
+        exact_product(np.full((1, 2), 2.0**50), np.ones((2, 1)))
+
+
+def test_the_order_of_rows_does_not_change_a_mean():
+    column = RNG.normal(size=1000) * 10.0 ** RNG.integers(-8, 8, 1000)
+    assert mean_and_deviation(column) == mean_and_deviation(column[::-1])
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_cholesky_solves(batch):
+    shape = (7, 7, 4) if batch else (7, 7)
+    half = RNG.normal(size=shape)
+    matrix = np.einsum("ik...,jk...->ij...", half, half) + np.eye(7).reshape(
+        (7, 7, 1) if batch else (7, 7)
+    )
+    right = RNG.normal(size=(7, 4))
+    solution = cholesky_solve(cholesky(matrix), right)
+    product = np.einsum("ij...,j...->i...", matrix, solution) if batch else matrix @ solution
+    assert np.allclose(product, right, atol=1e-12)
+
+
+def test_the_auc_counts_pairs_and_halves_ties():
+    for _ in range(50):
+        scores = RNG.integers(-3, 3, (4, 12))
+        labels = RNG.random((4, 12)) < 0.4
+        expected = [
+            sum(
+                2 * int(p > q) + int(p == q)
+                for p, positive in zip(row, which, strict=True) if positive
+                for q, other in zip(row, which, strict=True) if not other
+            )
+            for row, which in zip(scores, labels, strict=True)
+        ]  # fmt: skip
+        assert twice_mann_whitney(scores, labels).tolist() == expected
