@@ -48,13 +48,12 @@ def estimate_noise(
     margins: Sequence[float],
     size: int,
     dtype: str,
-    precision: str = "full",
 ) -> dict[str, Any] | None:
     """Score a sample again in another way, and say how far its margins moved.
 
     Each item is scored alone, its whole prompt in one run; one item also with every answer
-    behind its own copy of the prompt; and, where the run was not in float32 throughout, the
-    sample again with the same weights in float32.
+    behind its own copy of the prompt; and, where the run was not in float32, the sample again
+    with the same weights in float32.
 
     Returns
     -------
@@ -76,11 +75,10 @@ def estimate_noise(
     plain = _margin_plain(model, prompts[sample[nearest]].ids, answers[sample[nearest]])
     moved = [abs(again[place] - margins[index]) for place, index in enumerate(sample)]
     batch = max(*moved, abs(plain - margins[sample[nearest]]))
-    full = dtype == "float32" and precision == "full"
-    if full and batch > FAULT:
+    if dtype == "float32" and batch > FAULT:
         raise CheckFailed(f"batched and plain scores differ by {batch:.2g} in log-odds")
     float32 = None
-    if not full:
+    if dtype != "float32":
         try:
             with in_float32(model):
                 exact = [_margin_alone(model, prompts[i].ids, answers[i]) for i in sample]

@@ -135,7 +135,6 @@ def _score(
         margins,
         settings["noise_sample"],
         loaded.dtype,
-        loaded.precision,
     )
     answered = [
         {
