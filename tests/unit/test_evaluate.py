@@ -3,9 +3,9 @@
 import math
 
 import pytest
-import tiny_models
 import torch
 
+import tiny_models
 from pharos.errors import InputError
 from pharos.evaluate.generation import generate, parse_answer, stop_tokens
 from pharos.evaluate.prompts import PromptBuilder

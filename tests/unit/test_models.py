@@ -8,9 +8,9 @@ import shutil
 import time
 
 import pytest
-import tiny_models
 import torch
 
+import tiny_models
 from pharos.errors import CheckFailed, InputError
 from pharos.models import cache, load, wheel
 from pharos.models.describe import wanted_files

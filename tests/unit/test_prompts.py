@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+import tiny_models
 from pharos.errors import InputError
 from pharos.evaluate.prompts import PromptBuilder, shared_prefix_length
 

@@ -10,6 +10,10 @@ from urllib.parse import unquote
 import jsonschema
 import pytest
 import yaml
+
+from pharos.errors import InputError
+from pharos.report.figures import interval_strip, loss_curve, null_histogram, running_mean
+from pharos.report.page import build_report
 from report_fixtures import (
     MODEL,
     TASK,
@@ -21,10 +25,6 @@ from report_fixtures import (
     small_run,
     write,
 )
-
-from pharos.errors import InputError
-from pharos.report.figures import interval_strip, loss_curve, null_histogram, running_mean
-from pharos.report.page import build_report
 
 SCHEMA = Path(__file__).parents[2] / "workflow/schemas/artifact.schema.yaml"
 NOTHING = {"shortcuts": [], "models": [], "evaluations": [], "trainings": [], "promotions": []}

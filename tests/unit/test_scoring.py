@@ -1,9 +1,9 @@
 """Scores are those of a plain loop, however they are batched."""
 
 import pytest
-import tiny_models
 import torch
 
+import tiny_models
 from pharos.errors import CheckFailed, InputError
 from pharos.evaluate import scoring
 from pharos.evaluate.noise import estimate_noise, in_float32, noise_sample

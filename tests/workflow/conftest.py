@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tiny import make_tiny_model
+import tiny_models
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +95,9 @@ def jobs_in(done):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny model")
+    net = tiny_models.model(vocab=400, max_position_embeddings=2048)
+    words = tiny_models.tokenizer()
+    return tiny_models.write_folder(tmp_path_factory.mktemp("models") / "tiny model", net, words)
 
 
 @pytest.fixture
