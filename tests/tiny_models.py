@@ -104,6 +104,11 @@ def plain_logprob(net, prompt, answer):
     return sum(logs[len(prompt) - 1 + k, token].item() for k, token in enumerate(answer))
 
 
+def write_chat_model(folder: Path) -> Path:
+    """A model folder with room for whole reports: vocabulary and context to spare."""
+    return write_folder(folder, model(vocab=400, max_position_embeddings=2048))
+
+
 def write_folder(folder: Path, net=None, words=None) -> Path:
     """A model folder as ``save_pretrained`` writes it."""
     (net or model()).save_pretrained(folder)

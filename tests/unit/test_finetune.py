@@ -22,7 +22,7 @@ from pharos.finetune.data import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tiny import make_tiny_model
+import tiny_models
 
 torch = pytest.importorskip("torch")
 
@@ -59,7 +59,7 @@ def make_items(count=10, start=0):
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return tiny_models.write_chat_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def load_tiny(folder, dtype="float32", **config):
@@ -149,7 +149,7 @@ def test_a_too_long_example_is_refused_with_its_id(builder):
 
 def test_an_example_beyond_the_models_context_is_refused(builder):
     with pytest.raises(InputError, match="'e0'"):
-        encode_examples(builder, make_items(1), 1000, 50)
+        encode_examples(builder, make_items(1), 1000, 20)
 
 
 def test_training_on_nothing_is_refused(builder):

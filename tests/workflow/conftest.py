@@ -95,9 +95,7 @@ def jobs_in(done):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    net = tiny_models.model(vocab=400, max_position_embeddings=2048)
-    words = tiny_models.tokenizer()
-    return tiny_models.write_folder(tmp_path_factory.mktemp("models") / "tiny model", net, words)
+    return tiny_models.write_chat_model(tmp_path_factory.mktemp("models") / "tiny model")
 
 
 @pytest.fixture
