@@ -104,6 +104,12 @@ def adapter_bytes(tmp_path, name="adapter"):
     return (tmp_path / name / "adapter_model.safetensors").read_bytes()
 
 
+def opening_of(examples):
+    from pharos.evaluate.prompts import shared_prefix_length
+
+    return shared_prefix_length([e.ids[: e.prompt_length] for e in examples])
+
+
 def gradients(model):
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
 
@@ -212,11 +218,10 @@ def relative_difference(found, expected):
 
 @pytest.mark.parametrize("shared", ["all", "none"])
 def test_packed_loss_and_gradients_are_those_of_the_plain_padded_loop(loaded, builder, shared):
-    from pharos.evaluate.prompts import shared_prefix_length
     from pharos.finetune.packed import batch_loss, pack, packed_model, plain_loss
 
     examples = encode_examples(builder, make_items(6), 256, 2048)
-    opening = shared_prefix_length([e.ids[: e.prompt_length] for e in examples])
+    opening = opening_of(examples)
     assert opening > 20
     model = with_lora(loaded)
     plain = plain_loss(model, examples)
@@ -257,7 +262,7 @@ def test_packed_gradients_with_a_bias_and_a_sliding_window(tiny_folder, builder)
     expected = gradients(model)
     model.zero_grad()
     with packed_model(model):
-        batch_loss(model.get_base_model(), pack(examples, 30)).backward()
+        batch_loss(model.get_base_model(), pack(examples, opening_of(examples))).backward()
     assert relative_difference(gradients(model), expected) < 1e-5
 
 
@@ -291,12 +296,12 @@ def test_a_model_that_mixes_the_examples_of_a_row_is_refused(loaded, builder):
 
     examples = encode_examples(builder, make_items(2), 256, 2048)
     model = with_lora(loaded)
-    check_packing(model, examples, 20, "float32")
+    check_packing(model, examples, opening_of(examples), "float32")
     model.get_base_model().model.layers[0].register_forward_hook(
         lambda module, inputs, output: output.cumsum(1)
     )
     with pytest.raises(InputError, match="do not keep the examples"):
-        check_packing(model, examples, 20, "float32")
+        check_packing(model, examples, opening_of(examples), "float32")
 
 
 def test_every_learned_token_counts_the_same_however_answers_differ_in_length(loaded, builder):
@@ -309,7 +314,7 @@ def test_every_learned_token_counts_the_same_however_answers_differ_in_length(lo
     with packed_model(model), torch.no_grad():
         base = model.get_base_model()
         alone = torch.stack([batch_loss(base, pack([e], 0)) for e in examples])
-        together = batch_loss(base, pack(examples, 10))
+        together = batch_loss(base, pack(examples, opening_of(examples)))
     assert together.item() == pytest.approx(
         float((alone * lengths).sum() / lengths.sum()), rel=1e-5
     )
