@@ -178,6 +178,7 @@ GOOD = {"id": "a", "text": "Some words.", "label": True, "group": "g", "cluster"
         (b"", ": the file is empty"),
         (b"\n \n", ": the file is empty"),
         (b"{\n", ":1: not JSON"),
+        (b"[" * 100_000, ":1: nested too deeply"),
         (b"[1]\n", ":1: a list where a JSON object is expected"),
         (b'{"id": "\xff"}\n', ":1: not UTF-8 at byte 9"),
         ([GOOD, {k: v for k, v in GOOD.items() if k != "group"}], ":2: the key 'group' is missing"),

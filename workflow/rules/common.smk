@@ -1,19 +1,17 @@
 # Helpers only: the checked configuration, and the lists that rules expand.
 
-import sys
 from pathlib import Path
 
 from pharos.cluster.coordinator import clear_stale_lock, share_code
-from pharos.config import load_config, seed_pairs
-from pharos.errors import InputError
+from pharos.config import check_config_file, load_config, seed_pairs
+from pharos.errors import explained
 
-try:
+with explained():
+    for file in workflow.configfiles:
+        check_config_file(file)
     CONFIG = load_config(
         config, Path(workflow.basedir) / "workflow/schemas/config.schema.yaml"
     )
-except InputError as error:
-    print(f"pharos: error: {error}", file=sys.stderr)
-    sys.exit(error.exit_code)
 
 share_code()
 if workflow.is_main_process:

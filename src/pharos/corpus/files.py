@@ -59,6 +59,8 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Line]]:
             raise InputError(f"{path}:{number}: not UTF-8 at {at} of the line") from None
         except ValueError as error:
             raise InputError(f"{path}:{number}: not JSON: {error}") from None
+        except RecursionError:
+            raise InputError(f"{path}:{number}: nested too deeply for a corpus line") from None
         if not isinstance(value, dict):
             kind = type(value).__name__
             raise InputError(f"{path}:{number}: a {kind} where a JSON object is expected")
