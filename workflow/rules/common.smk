@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
-from pharos.cluster.coordinator import clear_stale_lock, share_code
+from pharos.cluster.coordinator import (
+    check_working_folder,
+    clear_stale_lock,
+    share_code,
+)
 from pharos.config import check_config_file, load_config, seed_pairs
 from pharos.errors import explained
 
@@ -15,6 +19,8 @@ with explained():
 
 share_code()
 if workflow.is_main_process:
+    with explained():
+        check_working_folder()
     clear_stale_lock()
 
 MODELS = CONFIG["models"]
