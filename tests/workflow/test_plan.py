@@ -119,3 +119,21 @@ def test_a_broken_default_configuration_is_one_line_and_status_2(tmp_path, text,
     assert done.returncode == 2
     assert f"pharos: error: config: config/config.yaml{message}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_target_on_a_seed_that_is_not_configured_is_refused_in_one_line(workspace, tiny_model):
+    workspace.configure(tiny_config(tiny_model))
+    done = workspace.snakemake("-n", "results/evaluate/tiny/watch/seed9/lora.json")
+    assert done.returncode == 2
+    assert "pharos: error: config: tasks.watch.seeds.test: no 9 there" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_working_folder_that_cannot_be_written_is_one_line_and_status_2(workspace, tiny_model):
+    workspace.configure(tiny_config(tiny_model))
+    (workspace.folder / ".snakemake").mkdir()
+    (workspace.folder / ".snakemake/locks").write_text("a file where a folder belongs")
+    done = workspace.snakemake("-n")
+    assert done.returncode == 2
+    assert ".snakemake: cannot be written: " in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

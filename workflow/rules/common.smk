@@ -8,7 +8,7 @@ from pharos.cluster.coordinator import (
     share_code,
 )
 from pharos.config import check_config_file, load_config, seed_pairs
-from pharos.errors import explained
+from pharos.errors import InputError, explained
 
 with explained():
     for file in workflow.configfiles:
@@ -38,7 +38,14 @@ wildcard_constraints:
 
 def train_seed_of(task, test_seed):
     """The corpus seed that an adapter tested on test_seed was trained on."""
-    return {test: train for train, test in seed_pairs(TASKS[task])}[int(test_seed)]
+    pairs = {test: train for train, test in seed_pairs(TASKS[task])}
+    with explained():
+        if int(test_seed) not in pairs:
+            raise InputError(
+                f"config: tasks.{task}.seeds.test: no {test_seed} there, and an adapter is "
+                f"tested on these: {', '.join(map(str, pairs))}"
+            )
+    return pairs[int(test_seed)]
 
 
 def corpus_settings(task):
