@@ -8,12 +8,16 @@
 
 import itertools
 
+from pharos.config import check_config_file
+from pharos.errors import explained
 from snakemake.utils import min_version
 
 min_version("9.27.1")
 
 # Snakemake merges --configfile into a default one; here it replaces it.
 if not workflow.configfiles:
+    with explained():
+        check_config_file("config/config.yaml")
 
     configfile: "config/config.yaml"
 

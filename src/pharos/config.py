@@ -2,6 +2,8 @@
 
 import copy
 import difflib
+import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from jsonschema.exceptions import ValidationError
 
 from pharos.errors import InputError
 
+LONGEST_VALUE = 60
+# What JSON, and every library behind it, holds exactly.
+LARGEST_INTEGER = 2**53
 CORPUS_KEYS = {
     "generator": ("events", "positive_share", "decoy_share"),
     "file": ("positive", "columns", "categorical"),
@@ -35,6 +40,7 @@ def load_config(raw: Mapping[str, Any], schema_path: Path | str) -> dict[str, An
     """
     schema = yaml.safe_load(Path(schema_path).read_text(encoding="utf-8"))
     config = copy.deepcopy(dict(raw))
+    _check_numbers(config, ())
     errors = sorted(Draft202012Validator(schema).iter_errors(config), key=_depth_first)
     if errors:
         raise InputError(f"config: {_in_words(errors[0])}")
@@ -43,6 +49,94 @@ def load_config(raw: Mapping[str, Any], schema_path: Path | str) -> dict[str, An
     _check_references(filled)
     _check_corpora(filled)
     return filled
+
+
+def check_config_file(path: Path | str) -> None:
+    """Refuse what a YAML reader passes over in silence or cannot read, with its line.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be read, is not UTF-8 or not YAML, or names a key twice in one mapping
+        (the first value would be lost).
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        json.loads(text, object_pairs_hook=lambda pairs: _refuse_doubles(pairs, path))
+        return
+    except OSError as error:
+        raise InputError(f"config: {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"config: {path}: not UTF-8 at byte {error.start + 1}") from None
+    except ValueError:
+        pass  # Not JSON: YAML then.
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise InputError(f"config: {path}{line}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"config: {path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, yaml.MappingNode):
+        raise InputError(f"config: {path}: keys at the top level are expected, as in models: ...")
+    _check_keys(tree, path, set())
+
+
+def _refuse_doubles(pairs: list[tuple[str, Any]], path: Path | str) -> dict[str, Any]:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise InputError(f"config: {path}: the key {key!r} stands twice in one mapping")
+        seen.add(key)
+    return dict(pairs)
+
+
+def _check_keys(node: yaml.Node, path: Path | str, visited: set[int]) -> None:
+    if id(node) in visited:  # An alias may point at a mapping that holds it.
+        return
+    visited.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_keys(item, path, visited)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in lines:
+                    raise InputError(
+                        f"config: {path}:{line}: the key {key.value!r} stands twice in one "
+                        f"mapping, first in line {lines[key.value]}"
+                    )
+                lines[key.value] = line
+            _check_keys(value, path, visited)
+
+
+def _check_numbers(value: Any, where: tuple[str, ...]) -> None:
+    """JSON schema lets NaN pass every bound; and no count or seed has twenty digits."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_numbers(item, (*where, str(key)))
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            _check_numbers(item, (*where, str(position)))
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"config: {'.'.join(where)}: {_shown(value)} is not a finite number")
+    elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise InputError(
+            f"config: {'.'.join(where)}: {_shown(value)} is more than {LARGEST_INTEGER}"
+        )
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML writes it, on one line, and never a page of it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    text = repr(value)
+    if len(text) > LONGEST_VALUE:
+        text = f"{text[: LONGEST_VALUE - 3]}..."
+    return text
 
 
 def _depth_first(error: ValidationError) -> tuple[int, list[str]]:
@@ -67,12 +161,14 @@ def _in_words(error: ValidationError) -> str:
             missing = [key for key in expected if key not in value]
             return f"{at}the key {missing[0]!r} is missing"
         case "type":
-            return f"{at}{value!r} is of the wrong type, expected {_types(expected)}"
+            if schema.get("description") == "A name used in paths.":
+                return f"{at}the name {value} is not text; write it in quotes"
+            return f"{at}{_shown(value)} is of the wrong type, expected {_types(expected)}"
         case "enum":
             choices = [str(choice) for choice in expected]
             near = did_you_mean(str(value), choices)
             listed = "" if "known:" in near else f" (known: {', '.join(choices)})"
-            return f"{at}{value!r} is unknown{near}{listed}"
+            return f"{at}{_shown(value)} is unknown{near}{listed}"
         case "oneOf":
             keys = [branch["required"][0] for branch in expected]
             given = [key for key in keys if key in value]
@@ -81,13 +177,14 @@ def _in_words(error: ValidationError) -> str:
         case "pattern":
             if schema.get("description") == "A name used in paths.":
                 return (
-                    f"{at}the name {value!r} will not do: lower-case letters, digits, '.', '_' "
-                    "and '-', at most 64, starting with a letter or digit"
+                    f"{at}the name {_shown(value)} will not do: lower-case letters, digits, "
+                    "'.', '_' and '-', at most 64, starting with a letter or digit"
                 )
-            return f"{at}{value!r} does not match {expected}"
+            return f"{at}{_shown(value)} does not match {expected}"
         case "not":
             return f"{at}the name {value!r} is taken"
-    return f"{at}{error.message}"
+    # The library's message holds the whole value; ours, the start of it.
+    return f"{at}{error.message.replace(repr(value), _shown(value))}"
 
 
 def _types(value: str | list[str]) -> str:
@@ -142,8 +239,15 @@ def _check_references(config: dict[str, Any]) -> None:
                         f"{item!r}{did_you_mean(item, known)}"
                     )
     for name, model in config["models"].items():
-        if "dir" in model and not Path(model["dir"]).is_dir():
-            raise InputError(f"config: models.{name}.dir: no folder {model['dir']!r}")
+        if "dir" in model and not _is_folder(model["dir"]):
+            raise InputError(f"config: models.{name}.dir: no folder {_shown(model['dir'])}")
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):  # A name that no file system takes.
+        return False
 
 
 def _check_corpus_keys(config: dict[str, Any]) -> None:
@@ -201,7 +305,9 @@ def _check_readable(where: str, path: Path) -> None:
         with path.open("rb") as file:
             empty = not file.read(1)
     except OSError as error:
-        raise InputError(f"{where}: {str(path)!r} cannot be read: {error.strerror}") from None
+        raise InputError(f"{where}: {_shown(str(path))} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{where}: {_shown(str(path))} cannot be read: {error}") from None
     if empty:
         raise InputError(f"{where}: {str(path)!r} is empty")
 

@@ -1,12 +1,13 @@
 """A wrong configuration is refused in one line that names the key."""
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
 import yaml
 
-from pharos.config import load_config, seed_pairs
+from pharos.config import check_config_file, load_config, seed_pairs
 from pharos.config_manual import config_manual
 from pharos.errors import InputError
 
@@ -94,6 +95,17 @@ def test_every_key_of_the_schema_has_a_description():
         (["tasks", "watch", "corpus", "generator"], "wach", "did you mean watch?"),
         (["tasks", "watch", "corpus", "columns"], {}, "corpus.columns: has no meaning"),
         (["shortcut_gate", "ceiling"], 0.5, "shortcut_gate.ceiling: 0.5"),
+        (["shortcut_gate", "ceiling"], math.nan, "shortcut_gate.ceiling: nan is not a finite"),
+        (["adapters", "lora-r16", "learning_rate"], math.inf, "inf is not a finite number"),
+        (["tasks", "watch", "seeds", "test"], [10**30], "tasks.watch.seeds.test.0: 1000"),
+        (["tasks", "watch", "prompt", "answers", "negative"], "\n ", "does not match"),
+        (["models", 7], {"dir": "."}, "models: the name 7 is not text; write it in quotes"),
+        (["models", "x"], {"dir": "x" * 5000}, "models.x.dir: no folder 'xxx"),
+        (["models", "x"], {"dir": "\0"}, "models.x.dir: no folder"),
+        (["device"], True, "device: true is unknown"),
+        (["device"], "x" * 5000, "device: 'xxx"),
+        (["adapters"], "x" * 5000, "adapters: 'xxx"),
+        (["report"], {"title": None}, "report.title: null is of the wrong type"),
     ],
 )
 def test_a_fault_is_named_in_one_line(path, value, message):
@@ -101,6 +113,65 @@ def test_a_fault_is_named_in_one_line(path, value, message):
         load_config(changed(path, value), SCHEMA)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 250
+
+
+@pytest.mark.parametrize("value", [None, [[]], {1: 2}])
+def test_any_value_at_any_place_is_accepted_or_refused_in_one_line(value):
+    for path in paths_of(DEFAULT):
+        raw = copy.deepcopy(DEFAULT)
+        place = raw
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        try:
+            load_config(raw, SCHEMA)
+        except InputError as error:
+            assert "\n" not in str(error), path
+
+
+def paths_of(value, path=()):
+    """Every place in a configuration."""
+    inner = enumerate(value) if isinstance(value, list) else ()
+    for key, item in value.items() if isinstance(value, dict) else inner:
+        yield (*path, key)
+        yield from paths_of(item, (*path, key))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"models: {}\ntasks: {}\nmodels: {}\n", r":3: the key 'models' stands twice .* line 1"),
+        (b"a:\n  b: 1\n  b: 2\n", r":3: the key 'b' stands twice in one mapping, first in line 2"),
+        (b'{"a": 1, "a": 2}', r"the key 'a' stands twice"),
+        (b"a: [1\nb: 2\n", r":2: not YAML: expected"),
+        (b"a:\n\t- 1\n", r":2: not YAML: found character"),
+        (b"- a\n", r"keys at the top level are expected"),
+        (b"", r"keys at the top level are expected"),
+        (b"a: \xff\n", r"not UTF-8 at byte 4"),
+        (b"a: \x01\n", r"not YAML"),
+    ],
+)
+def test_a_file_that_would_be_misread_is_refused_with_its_line(tmp_path, text, message):
+    file = tmp_path / "my config.yaml"
+    file.write_bytes(text)
+    with pytest.raises(InputError, match=message) as error:
+        check_config_file(file)
+    assert str(error.value).startswith(f"config: {file}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_configuration_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"none\.yaml: cannot be read: No such file"):
+        check_config_file(tmp_path / "none.yaml")
+
+
+def test_equal_keys_in_different_mappings_and_anchors_are_fine(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("a: &x {rank: 1}\nb: {rank: 2}\nc: {<<: *x, rank: 3}\n")
+    check_config_file(file)
+    for shipped in ("config.yaml", "cluster.yaml"):
+        check_config_file(ROOT / "config" / shipped)
 
 
 def test_an_empty_corpus_file_is_refused(tmp_path):

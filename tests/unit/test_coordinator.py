@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
-from pharos.cluster.coordinator import clear_stale_lock
+import pytest
+
+from pharos.cluster.coordinator import check_working_folder, clear_stale_lock
+from pharos.errors import InputError
 
 
 def leave_lock(folder):
@@ -42,3 +45,12 @@ def leave_lock_beside(folder):
     locks.mkdir(exist_ok=True)
     (locks / "0.input.lock").write_text("results/a\n")
     return locks
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path):
+    check_working_folder(tmp_path)
+    assert list((tmp_path / ".snakemake/locks").iterdir()) == []
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/.snakemake").write_text("a file where a folder belongs")
+    with pytest.raises(InputError, match=r"other/\.snakemake: cannot be written: "):
+        check_working_folder(tmp_path / "other")

@@ -50,6 +50,20 @@ def test_a_fault_of_ours_leaves_its_traceback_in_the_log(tmp_path):
     assert any("Traceback" in line for line in log)
 
 
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path):
+    body = (
+        "import os\n"
+        "from pharos.runtime.artifacts import write_text_atomic\n"
+        "def full(descriptor): raise OSError(28, 'No space left on device')\n"
+        "os.fsync = full\n"
+        "write_text_atomic('results/a.json', 'x')"
+    )
+    done, _ = run_job(tmp_path, body)
+    assert done.returncode == 1
+    assert done.stderr.startswith("pharos: error: results/a.json: No space left on device")
+    assert list((tmp_path / "results").iterdir()) == []
+
+
 def test_too_many_threads_warn_in_the_log_and_mark_the_artifact(tmp_path):
     body = "running.write('a.json', 'test', inputs=[], config={}, result={'x': 1})"
     done, log = run_job(tmp_path, body, threads=4096)

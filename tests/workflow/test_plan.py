@@ -97,3 +97,43 @@ def test_an_empty_configuration_is_refused_in_one_line(workspace):
     done = workspace.snakemake("-n")
     assert done.returncode == 2
     assert "the key 'models' is missing" in done.stderr
+
+
+def test_a_key_given_twice_is_refused_with_its_line(workspace):
+    workspace.configure("models: {}\ntasks: {}\nmodels: {}\n")
+    done = workspace.snakemake("-n")
+    assert done.returncode == 2
+    assert ":3: the key 'models' stands twice in one mapping, first in line 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("models: [\ntasks: x\n", ":3: not YAML"), (None, ": cannot be read: No such file")],
+)
+def test_a_broken_default_configuration_is_one_line_and_status_2(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config").mkdir()
+        (tmp_path / "config/config.yaml").write_text(text)
+    command = [sys.executable, "-m", "snakemake", "-n", "--snakefile", str(ROOT / "Snakefile")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"pharos: error: config: config/config.yaml{message}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_target_on_a_seed_that_is_not_configured_is_refused_in_one_line(workspace, tiny_model):
+    workspace.configure(tiny_config(tiny_model))
+    done = workspace.snakemake("-n", "results/evaluate/tiny/watch/seed9/lora.json")
+    assert done.returncode == 2
+    assert "pharos: error: config: tasks.watch.seeds.test: no 9 there" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_working_folder_that_cannot_be_written_is_one_line_and_status_2(workspace, tiny_model):
+    workspace.configure(tiny_config(tiny_model))
+    (workspace.folder / ".snakemake").mkdir()
+    (workspace.folder / ".snakemake/locks").write_text("a file where a folder belongs")
+    done = workspace.snakemake("-n")
+    assert done.returncode == 2
+    assert ".snakemake: cannot be written: " in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

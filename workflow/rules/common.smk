@@ -1,22 +1,26 @@
 # Helpers only: the checked configuration, and the lists that rules expand.
 
-import sys
 from pathlib import Path
 
-from pharos.cluster.coordinator import clear_stale_lock, share_code
-from pharos.config import load_config, seed_pairs
-from pharos.errors import InputError
+from pharos.cluster.coordinator import (
+    check_working_folder,
+    clear_stale_lock,
+    share_code,
+)
+from pharos.config import check_config_file, load_config, seed_pairs
+from pharos.errors import InputError, explained
 
-try:
+with explained():
+    for file in workflow.configfiles:
+        check_config_file(file)
     CONFIG = load_config(
         config, Path(workflow.basedir) / "workflow/schemas/config.schema.yaml"
     )
-except InputError as error:
-    print(f"pharos: error: {error}", file=sys.stderr)
-    sys.exit(error.exit_code)
 
 share_code()
 if workflow.is_main_process:
+    with explained():
+        check_working_folder()
     clear_stale_lock()
 
 MODELS = CONFIG["models"]
@@ -34,7 +38,14 @@ wildcard_constraints:
 
 def train_seed_of(task, test_seed):
     """The corpus seed that an adapter tested on test_seed was trained on."""
-    return {test: train for train, test in seed_pairs(TASKS[task])}[int(test_seed)]
+    pairs = {test: train for train, test in seed_pairs(TASKS[task])}
+    with explained():
+        if int(test_seed) not in pairs:
+            raise InputError(
+                f"config: tasks.{task}.seeds.test: no {test_seed} there, and an adapter is "
+                f"tested on these: {', '.join(map(str, pairs))}"
+            )
+    return pairs[int(test_seed)]
 
 
 def held_out_events(task, train_seed):

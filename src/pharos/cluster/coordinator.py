@@ -3,7 +3,10 @@
 import contextlib
 import fcntl
 import os
+import tempfile
 from pathlib import Path
+
+from pharos.errors import InputError
 
 LOCK_FILE = "coordinator.lock"
 SOURCE_FOLDER = Path(__file__).resolve().parents[2]
@@ -15,6 +18,26 @@ def share_code() -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if str(SOURCE_FOLDER) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(SOURCE_FOLDER), *paths])
+
+
+def check_working_folder(working_folder: Path | str = ".") -> None:
+    """Refuse a folder in which Snakemake cannot keep its records, which it needs to plan, too.
+
+    Raises
+    ------
+    InputError
+        Naming the folder, if it is read-only, belongs to somebody else, or its disk is full.
+    """
+    folder = Path(working_folder).resolve() / ".snakemake"
+    try:
+        for part in (folder, folder / "locks"):
+            part.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder / "locks").close()
+    except OSError as error:
+        raise InputError(
+            f"{folder}: cannot be written: {error.strerror}; work in a folder of your own "
+            "(--directory)"
+        ) from None
 
 
 def clear_stale_lock(working_folder: Path | str = ".") -> int:
@@ -35,7 +58,7 @@ def clear_stale_lock(working_folder: Path | str = ".") -> int:
         folder.mkdir(exist_ok=True)
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
-        return 0  # A read-only folder: a dry run is still welcome.
+        return 0
     removed = 0
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -39,6 +39,11 @@ def write_bytes_atomic(path: Path | str, data: bytes) -> None:
 
     The temporary file lies in the same folder, is flushed to disk, and is renamed over
     ``path``; on any failure it is removed and the old file stays.
+
+    Raises
+    ------
+    OSError
+        Naming ``path``, if it cannot be written (a full disk, say).
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +57,10 @@ def write_bytes_atomic(path: Path | str, data: bytes) -> None:
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)
         Path(temporary).replace(path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        # What a full disk says names no file.
+        raise OSError(error.errno, error.strerror, str(path)) from error
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

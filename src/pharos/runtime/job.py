@@ -92,7 +92,10 @@ def job(log_path: Path | str | None, threads: int) -> Iterator[Job]:
         except Exception as error:
             status = 1
             traceback.print_exc()
-            _say_failed(f"{type(error).__name__}: {error}", log_path)
+            what = f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError) and error.filename and error.strerror:
+                what = f"{error.filename}: {error.strerror}"
+            _say_failed(what, log_path)
     if status:
         sys.exit(status)
 
