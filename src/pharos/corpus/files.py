@@ -18,6 +18,7 @@ from pharos.corpus.watch import CATEGORICAL, generate_watch
 from pharos.errors import InputError
 
 Line = dict[str, Any]
+MOST_CATEGORIES = 50
 COLUMNS = ("id", "text", "label", "group", "cluster")
 
 
@@ -44,7 +45,7 @@ def read_corpus(path: Path | str) -> list[Line]:
 
 
 def read_labelled(
-    path: Path | str, columns: Mapping[str, str], categorical: Sequence[str]
+    path: Path | str, columns: Mapping[str, str], categorical: Sequence[str] | None
 ) -> list[tuple[int, Line]]:
     """Read any labelled file, and call its columns by the names that corpora use.
 
@@ -56,7 +57,8 @@ def read_labelled(
         What the file calls ``id``, ``text``, ``label``, ``group`` and ``cluster``, where it is
         something else. A file without ids gets line numbers for them.
     categorical
-        Further columns to keep, as text; a missing value becomes empty text.
+        Further columns to keep, as text; a missing value becomes empty text. ``None`` for every
+        further column of text with at most 50 different values.
 
     Returns
     -------
@@ -71,9 +73,19 @@ def read_labelled(
     """
     path = Path(path)
     names = {key: columns.get(key, key) for key in COLUMNS}
+    found = list(read_rows(path))
+    if categorical is None:
+        taken = {*names.values(), *COLUMNS}
+        categorical = _categorical_columns([row for _, row in found], taken)
+    for column in categorical:
+        if column in COLUMNS:
+            raise InputError(
+                f"{path}: the categorical column {column!r} has a name that every corpus uses for "
+                "something else; rename it"
+            )
     rows = []
     unlabelled = []
-    for number, row in read_rows(path):
+    for number, row in found:
         where = f"{path}:{number}"
         row = {names["id"]: str(number), **row} if names["id"] == "id" else row
         for column in (*names.values(), *categorical):
@@ -99,6 +111,18 @@ def read_labelled(
         )
     _check(rows, path)
     return rows
+
+
+def _categorical_columns(rows: Sequence[Mapping[str, Any]], taken: set[str]) -> list[str]:
+    """Columns beside those ``taken`` that hold text of few values in all rows."""
+    columns = []
+    for name in rows[0]:
+        values = [row.get(name) for row in rows]
+        if name in taken or not all(isinstance(value, str) for value in values):
+            continue
+        if len(set(values)) <= MOST_CATEGORIES:
+            columns.append(name)
+    return columns
 
 
 def _check(rows: Sequence[tuple[int, Line]], path: Path) -> None:

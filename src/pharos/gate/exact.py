@@ -38,7 +38,7 @@ def exact_product(a: Floats, b: Floats) -> Floats:
     row = float(np.abs(a).sum(axis=1).max(initial=0.0))
     if row >= EXACT / 8:
         raise ValueError(f"a row of the first factor sums to {row:.3g}: 2**50 is too much")
-    size = float(np.abs(b).max(initial=0.0))
+    size = max(float(b.max(initial=0.0)), -float(b.min(initial=0.0)))
     if row * size < EXACT / 2:
         return np.asarray(a @ b)
     low_unit = 2.0 ** (math.frexp(EXACT / 4 / row)[1] - 1)
@@ -53,74 +53,104 @@ def mean_and_deviation(column: Floats) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((centred * centred).tolist()) / len(column))
 
 
-# exp(r) for |r| <= ln(2)/2: the Taylor polynomial, whose first omitted term is below 2e-16.
-_TAYLOR = [1.0 / math.factorial(k) for k in range(13, -1, -1)]
+def norm(values: Floats) -> float:
+    """The Euclidean (Frobenius) norm, from an exactly rounded sum of squares."""
+    return math.sqrt(math.fsum((values * values).reshape(-1).tolist()))
+
+
+# exp(r) for |r| <= ln(2)/2: the Taylor polynomial, whose first omitted term is below 1e-14.
+_TAYLOR = [1.0 / math.factorial(k) for k in range(11, -1, -1)]
 # ln 2 in two parts; the first has few bits, so that its product with a small integer is exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.121944400546905827679e-4
 _PER_LN2 = 1.4426950408889634
 _LARGEST = 40.0
 
 
-def sigmoid(values: Floats) -> Floats:
-    """``1 / (1 + exp(-values))`` by element, with arguments cut at +-40.
+def sigmoid(values: Floats, scale: float = 1.0) -> Floats:
+    """``1 / (1 + exp(-scale * values))`` by element, with arguments cut at +-40.
 
-    Cody and Waite's reduction and a polynomial, in basic operations only.
+    Cody and Waite's reduction and a polynomial, in basic operations only. ``scale`` is a power
+    of two.
     """
     flat = np.ascontiguousarray(values).reshape(-1)
     result = np.empty_like(flat)
-    x = np.empty(BLOCK)
-    r = np.empty(BLOCK)
+    x, k = np.empty(BLOCK), np.empty(BLOCK)
+    power = np.empty(BLOCK, dtype=np.int64)
     for start in range(0, len(flat), BLOCK):
         part = flat[start : start + BLOCK]
-        _sigmoid_block(part, result[start : start + BLOCK], x[: len(part)], r[: len(part)])
+        n = len(part)
+        np.multiply(part, -scale, out=x[:n])
+        _sigmoid_block(x[:n], result[start : start + n], k[:n], power[:n])
     return result.reshape(values.shape)
 
 
-def _sigmoid_block(values: Floats, out: Floats, x: Floats, r: Floats) -> None:
-    np.clip(values, -_LARGEST, _LARGEST, out=x)
-    np.negative(x, out=x)
-    k = x * _PER_LN2
+def _sigmoid_block(x: Floats, out: Floats, k: Floats, power: npt.NDArray[np.int64]) -> None:
+    """``1 / (1 + exp(x))`` into ``out``; ``x``, ``k`` and ``power`` are working space."""
+    np.maximum(x, -_LARGEST, out=x)
+    np.minimum(x, _LARGEST, out=x)
+    np.multiply(x, _PER_LN2, out=k)
     np.rint(k, out=k)
-    np.multiply(k, _LN2_HIGH, out=r)
-    np.subtract(x, r, out=x)
-    np.multiply(k, _LN2_LOW, out=r)
-    np.subtract(x, r, out=r)  # the reduced argument
-    out[...] = _TAYLOR[0]
-    for coefficient in _TAYLOR[1:]:
-        np.multiply(out, r, out=out)
+    np.multiply(k, _LN2_HIGH, out=out)
+    np.subtract(x, out, out=x)
+    np.multiply(k, _LN2_LOW, out=out)
+    np.subtract(x, out, out=x)  # the reduced argument
+    np.multiply(x, _TAYLOR[0], out=out)
+    for coefficient in _TAYLOR[1:-1]:
         np.add(out, coefficient, out=out)
-    power = (k.astype(np.int64) + 1023) << 52
+        np.multiply(out, x, out=out)
+    np.add(out, 1.0, out=out)
+    # 2**k by its bits.
+    np.add(k, 1023.0, out=k)
+    np.copyto(power, k, casting="unsafe")
+    np.left_shift(power, 52, out=power)
     np.multiply(out, power.view(np.float64), out=out)
     np.add(out, 1.0, out=out)
     np.divide(1.0, out, out=out)
 
 
 def cholesky(matrix: Floats) -> Floats:
-    """Lower Cholesky factors of positive definite matrices, ``(p, p)`` or ``(p, p, batch)``."""
+    """Lower Cholesky factor of a positive definite matrix ``(p, p)``; zero above the diagonal."""
     a = matrix.copy()
     for j in range(len(a)):
         a[j, j] = np.sqrt(a[j, j])
         a[j + 1 :, j] /= a[j, j]
         column = a[j + 1 :, j]
-        a[j + 1 :, j + 1 :] -= column[:, None] * column[None, :]
+        a[j + 1 :, j + 1 :] -= column[:, None] * column
+    return np.tril(a)
+
+
+def cholesky_batch(matrices: Floats) -> Floats:
+    """Lower Cholesky factors of ``(p, p, batch)``; what is above the diagonal means nothing."""
+    a = matrices.copy()
+    for j in range(len(a)):
+        a[j, j] = np.sqrt(a[j, j])
+        a[j + 1 :, j] /= a[j, j]
+        for k in range(j + 1, len(a)):
+            a[k:, k] -= a[k:, j] * a[k, j]
     return a
 
 
 def cholesky_solve(factor: Floats, right: Floats) -> Floats:
-    """Solve ``L L' x = right`` by elimination in a fixed order.
+    """Solve ``L L' x = right`` for each of a batch, by elimination in a fixed order.
 
-    ``factor`` is ``(p, p)`` with ``right`` ``(p, n)``, or ``(p, p, batch)`` with ``(p, batch)``.
+    ``factor`` is ``(p, p, batch)``, ``right`` and the result ``(p, batch)``.
     """
     x = right.copy()
-    shared = factor.ndim == 2
     for j in range(len(x)):
         x[j] /= factor[j, j]
-        below = factor[j + 1 :, j]
-        x[j + 1 :] -= (below[:, None] if shared else below) * x[j]
+        x[j + 1 :] -= factor[j + 1 :, j] * x[j]
     for j in range(len(x) - 1, -1, -1):
         x[j] /= factor[j, j]
-        before = factor[j, :j]
-        x[:j] -= (before[:, None] if shared else before) * x[j]
+        x[:j] -= factor[j, :j] * x[j]
+    return x
+
+
+def inverse_of_lower(factor: Floats) -> Floats:
+    """The inverse of a lower triangular matrix ``(p, p)``, by elimination in a fixed order."""
+    x = np.eye(len(factor))
+    for j in range(len(x)):
+        x[j, : j + 1] /= factor[j, j]
+        x[j + 1 :, : j + 1] -= factor[j + 1 :, j, None] * x[j, : j + 1]
     return x
 
 

@@ -64,7 +64,6 @@ TEXT_FEATURES: dict[str, Callable[[_Text], float]] = {
     "other_share": lambda t: t.share(_is_other),
     "clock": lambda t: any(map(_is_clock, t.words)),
 }
-LINE_FEATURES = ("copies", "cluster_lines")
 
 
 def shape_features(
@@ -105,7 +104,7 @@ def shape_features(
         counts = Counter(values)
         columns[name] = [float(counts[value]) for value in values]
     for name in categorical:
-        columns |= _categorical(name, lines)
+        columns |= _categorical(name, lines, f"{name} (column)" if name in columns else name)
     kept = _keep(columns, leave_out)
     varying = [name for name in kept if min(columns[name]) < max(columns[name])]
     if not varying:
@@ -122,7 +121,9 @@ def _measure(text: str) -> _Text:
     return _Text(text, text.split(), sentences, Counter(text))
 
 
-def _categorical(name: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+def _categorical(
+    name: str, lines: Sequence[Mapping[str, Any]], shown: str
+) -> dict[str, list[float]]:
     for number, line in enumerate(lines, start=1):
         if name not in line:
             known = sorted(map(str, line))
@@ -132,12 +133,12 @@ def _categorical(name: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, lis
     values = [str(line[name]) for line in lines]
     counts = Counter(values)
     index = {value: float(k) for k, value in enumerate(sorted(counts))}
-    columns = {name: [index[value] for value in values]}
+    columns = {shown: [index[value] for value in values]}
     # Two values are told apart by the index alone.
     if len(counts) > 2:
         frequent = sorted(counts, key=lambda value: (-counts[value], value))[:MOST_VALUES]
         for value in sorted(frequent):
-            columns[f"{name}={value}"] = [float(other == value) for other in values]
+            columns[f"{shown}={value}"] = [float(other == value) for other in values]
     return columns
 
 

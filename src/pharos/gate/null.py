@@ -13,33 +13,37 @@ Z_95 = 1.959963984540054
 HISTOGRAM_BIN = 0.005  # of |AUC - 0.5|
 
 
-def shuffled_labels(
-    labels: npt.NDArray[np.bool_], groups: npt.NDArray[np.int64], seed: int, number: int
-) -> npt.NDArray[np.bool_]:
-    """Shuffle number ``number`` of cluster labels, within groups.
+def shuffled(
+    labels: npt.NDArray[np.int64], strata: npt.NDArray[np.int64], name: str
+) -> npt.NDArray[np.int64]:
+    """Shuffle the labels of clusters within strata.
 
-    The lines of a cluster share one label and a group keeps its share of positives, as the
+    The lines of a cluster share one label and a group keeps its share of each class, as the
     design of the corpus fixes them; all else is exchangeable when labels and shape are
     unrelated. The order comes from SHAKE-256, so it is the same with every numpy.
 
     Parameters
     ----------
-    labels, groups
+    labels, strata
         One entry a cluster, shape (k,).
-    seed, number
-        Name the shuffle; it does not depend on how many there are.
+    name
+        Names the shuffle.
 
     Returns
     -------
     Labels of the clusters, shape (k,).
     """
-    name = f"pharos label shuffle {seed}/{number}".encode()
-    draws = np.frombuffer(hashlib.shake_256(name).digest(8 * len(labels)), dtype="<u8")
-    order = np.lexsort((draws, groups))
-    places = np.argsort(groups, kind="stable")
-    shuffled = np.empty_like(labels)
-    shuffled[places] = labels[order]
-    return shuffled
+    order = np.lexsort((random_words(name, len(labels)), strata))
+    places = np.argsort(strata, kind="stable")
+    result = np.empty_like(labels)
+    result[places] = labels[order]
+    return result
+
+
+def random_words(name: str, count: int) -> npt.NDArray[np.uint64]:
+    """``count`` random 64-bit integers from the stream called ``name``."""
+    data = hashlib.shake_256(f"pharos shortcut gate {name}".encode()).digest(8 * count)
+    return np.frombuffer(data, dtype="<u8")
 
 
 def summarise(values: Sequence[float]) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """The probes: what tries to tell labels from shape.
 
-A probe is fitted on the lines of all groups but one and scores the lines of that one, for many
-labellings at a time: the columns of ``labels`` are the real labels or shuffles of them.
+A probe is made for one fold, fitted on the lines of all groups but one, and ranks the lines of
+that one, for many labellings at a time: the columns of ``labels`` are the real labels or shuffles
+of them. A labelling's scores do not depend on the others of its batch.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,27 +17,39 @@ from pharos.gate.exact import (
     EXACT,
     Floats,
     cholesky,
+    cholesky_batch,
     cholesky_solve,
     exact_product,
+    inverse_of_lower,
     mean_and_deviation,
+    norm,
     sigmoid,
     to_grid,
 )
 
 Integers = npt.NDArray[np.int64]
+Labels = npt.NDArray[np.bool_]
 
 X_BITS = 12  # standardised features are kept in units of 2**-12 deviations
+FARTHEST = 2.0**10  # deviations; beyond it the exact integers would overflow
 SCORE_BITS = 20  # scores are rounded to 2**-20 before they are ranked
 
 LINEAR_L2 = 1.0
-COEFFICIENT_BITS = 26
-CONVERGED = 2.0**-24  # no coefficient moved by more than this in the last step
+COEFFICIENT_BITS = 32
+RESIDUAL_BITS = 27
+FINE_RESIDUAL_BITS = 44
+STALE = 2.0**-9  # a Hessian is made anew after a step this large
+CONVERGED = 2.0**-40  # Newton's decrement: the squared length of the last step in the Hessian
 MOST_STEPS = 100
+CELLS = 1 << 18  # lines times labellings of the linear probe worked on at once
+PAIR_CELLS = 1 << 22  # lines times pairs of columns that are kept
 
 KERNEL_L2 = 0.1  # a line
 KERNEL_BITS = 12
 KERNEL_CLIP = 4.0  # deviations
 MOST_CROSSED = 24  # columns of which all pairs are taken
+WEIGHT_BITS = 26
+ROWS = 1 << 13  # lines whose crossed features are held at once
 
 
 @dataclass(frozen=True)
@@ -48,197 +63,334 @@ class Fold:
     test: Floats
 
 
-def make_fold(values: Floats, held_out: npt.NDArray[np.bool_]) -> Fold:
+def make_fold(values: Floats, held_out: Labels) -> Fold:
     """Standardise features by the lines that are not held out; constants become zero."""
     train, test = values[~held_out], values[held_out]
     moments = [mean_and_deviation(column) for column in train.T]
     mean = np.array([m for m, _ in moments])
     deviation = np.array([s if s > 0.0 else np.inf for _, s in moments])
-    # A line far outside the training range would only overflow the exact integers.
-    far = 2.0**10
-    return Fold(
-        to_grid(np.clip((train - mean) / deviation, -far, far), X_BITS),
-        to_grid(np.clip((test - mean) / deviation, -far, far), X_BITS),
-    )
+    return Fold(*(
+        to_grid(np.clip((part - mean) / deviation, -FARTHEST, FARTHEST), X_BITS)
+        for part in (train, test)
+    ))  # fmt: skip
 
 
-def linear_probe(fold: Fold, labels: npt.NDArray[np.bool_]) -> Integers:
+@dataclass(frozen=True)
+class Scores:
+    """Scores of one labelling before they are rounded, and how far off they may be.
+
+    ``error`` bounds the distance of each to the score that exact arithmetic would give; it is
+    ``None`` where no bound is known.
+    """
+
+    values: Floats
+    error: Floats | None
+
+
+class Probe(Protocol):
+    """What every probe can do."""
+
+    def scores(self, labels: Labels) -> Integers:
+        """Scores of the held-out lines in units of ``2**-SCORE_BITS``, (n_test, labellings).
+
+        ``labels`` are those of the training lines, (n_train, labellings), both in each.
+        """
+
+    def unrounded(self, labels: Labels) -> Scores:
+        """The scores of one labelling, (n_train,), before rounding."""
+
+
+class LinearProbe:
     """Logistic regression, L2 with C = 1, balanced classes, by Newton's method to convergence.
 
-    Parameters
-    ----------
-    fold
-        The features.
-    labels
-        Labels of the training lines, shape (n_train, labellings); both classes in each.
-
-    Returns
-    -------
-    Log-odds of the held-out lines in units of ``2**-SCORE_BITS``, shape (n_test, labellings).
-
-    Raises
-    ------
-    ArithmeticError
-        If a fit has not converged after 100 steps (it is strictly convex: not seen).
+    Its scores are log-odds.
     """
-    x = _with_intercept(fold.train)
-    beta = _newton(x, labels)
-    scores = exact_product(_with_intercept(fold.test), beta)
-    return _on_score_grid(scores, X_BITS + COEFFICIENT_BITS)
+
+    def __init__(self, fold: Fold) -> None:
+        """Take the features of one fold."""
+        self.x, self.test = _with_intercept(fold.train), _with_intercept(fold.test)
+        n, d = self.x.shape
+        self.upper = np.triu_indices(d)
+        self.ridge = np.full((d, 1), LINEAR_L2)
+        self.ridge[-1] = 0.0  # the intercept is free
+        self.column_sum = self.x.sum(axis=0)[:, None]
+        self.pair_sum = np.zeros((len(self.upper[0]), 1))
+        self.pair_size = np.zeros(len(self.upper[0]))
+        self.kept: list[tuple[slice, Floats]] | None = None
+        if n * len(self.upper[0]) <= PAIR_CELLS:
+            self.kept = list(self._pairs())
+        for _, pairs in self._pairs():
+            self.pair_sum += pairs.sum(axis=0)[:, None]
+            self.pair_size += np.abs(pairs).sum(axis=0)
+
+    def scores(self, labels: Labels) -> Integers:
+        """See :class:`Probe`."""
+        at_once = max(16, CELLS // len(self.x))
+        parts = [
+            self._fit(labels[:, start : start + at_once])
+            for start in range(0, labels.shape[1], at_once)
+        ]
+        return _on_score_grid(self._raw(np.hstack(parts)))
+
+    def unrounded(self, labels: Labels) -> Scores:
+        """See :class:`Probe`.
+
+        The bound is Newton's: near the optimum it is no farther than twice the step that is
+        left, both measured by the Hessian.
+        """
+        labels = labels[:, None]
+        beta = self._fit(labels)
+        weight = self._weights(labels)
+        p, slope = self._gradient(beta, weight, labels.astype(np.float64), FINE_RESIDUAL_BITS)
+        inverse = inverse_of_lower(np.tril(self._factors(p, weight)[:, :, 0]))
+        bits = 30 - int(np.frexp(np.abs(inverse).max())[1])
+        lengths = exact_product(to_grid(inverse, bits), self.test.T) * 2.0 ** -(bits + X_BITS)
+        left = norm(np.array([math.fsum((row * slope[:, 0]).tolist()) for row in inverse]))
+        return Scores(self._raw(beta)[:, 0], 2.0 * left * np.sqrt(_dots(lengths, lengths)))
+
+    def _raw(self, beta: Floats) -> Floats:
+        return exact_product(self.test, beta) * 2.0 ** -(X_BITS + COEFFICIENT_BITS)
+
+    def _pairs(self) -> Iterator[tuple[slice, Floats]]:
+        """Products of two columns, from which every Hessian is summed, some lines at a time."""
+        if self.kept is not None:
+            yield from self.kept
+            return
+        for start in range(0, len(self.x), ROWS):
+            rows = slice(start, start + ROWS)
+            left, right = self.x[rows, self.upper[0]], self.x[rows, self.upper[1]]
+            yield rows, left * right
+
+    def _class_weights(self, labels: Labels) -> tuple[Floats, Floats]:
+        n, positives = len(labels), labels.sum(axis=0)
+        return n / (2.0 * positives), n / (2.0 * (n - positives))
+
+    def _weights(self, labels: Labels) -> Floats:
+        of_positives, of_negatives = self._class_weights(labels)
+        return np.where(labels, of_positives, of_negatives)
+
+    def _fit(self, labels: Labels) -> Floats:
+        """Coefficients in units of ``2**-COEFFICIENT_BITS``, (d, labellings)."""
+        target = labels.astype(np.float64)
+        weight = self._weights(labels)
+        beta = np.zeros((self.x.shape[1], labels.shape[1]))
+        slope, factor = self._start(target, labels)
+        chosen = np.arange(labels.shape[1])
+        for _ in range(MOST_STEPS):
+            step = to_grid(cholesky_solve(factor, slope), COEFFICIENT_BITS)
+            size = np.abs(step).max(axis=0) * 2.0**-COEFFICIENT_BITS
+            decrement = _dots(step, slope) * 2.0**-COEFFICIENT_BITS
+            now = beta[:, chosen]
+            beta[:, chosen], p, slope = self._move(now, step, slope, weight, target)
+            going = decrement > CONVERGED
+            if not going.any():
+                return beta
+            if not going.all():
+                chosen, p, slope = chosen[going], p[:, going], slope[:, going]
+                factor, size = factor[:, :, going], size[going]
+                weight, target = weight[:, going], target[:, going]
+            # Near the optimum the Hessian hardly moves, and an old one will do.
+            stale = size > STALE
+            if stale.all():
+                factor = self._factors(p, weight)
+            elif stale.any():
+                factor[:, :, stale] = self._factors(p[:, stale], weight[:, stale])
+        raise ArithmeticError(f"the linear probe has not converged in {MOST_STEPS} steps")
+
+    def _start(self, target: Floats, labels: Labels) -> tuple[Floats, Floats]:
+        """Slope and factored Hessian where all coefficients are zero and p is one half."""
+        of_positives, of_negatives = self._class_weights(labels)
+        slope = (self.x.T @ target) * ((of_positives + of_negatives) / 2.0)
+        slope = (slope - self.column_sum * (of_negatives / 2.0)) * 2.0**-X_BITS
+        sums = np.zeros((len(self.pair_sum), target.shape[1]))
+        for rows, pairs in self._pairs():
+            sums += pairs.T @ target[rows]
+        sums = sums * (of_positives - of_negatives) + self.pair_sum * of_negatives
+        return slope, self._factored(sums * (0.25 * 4.0**-X_BITS))
+
+    def _gradient(
+        self, beta: Floats, weight: Floats, target: Floats, bits: int = RESIDUAL_BITS
+    ) -> tuple[Floats, Floats]:
+        """Predicted probabilities, and the slope of the penalised log-likelihood."""
+        p = sigmoid(exact_product(self.x, beta), 2.0 ** -(X_BITS + COEFFICIENT_BITS))
+        residual = target - p
+        residual *= weight
+        residual *= 2.0**bits
+        np.rint(residual, out=residual)
+        slope = exact_product(self.x.T, residual) * 2.0 ** -(X_BITS + bits)
+        return p, slope - self.ridge * (beta * 2.0**-COEFFICIENT_BITS)
+
+    def _factors(self, p: Floats, weight: Floats) -> Floats:
+        """Cholesky factors of the Hessians, (d, d, labellings)."""
+        curvature = 1.0 - p
+        curvature *= p
+        curvature *= weight
+        # The finest unit in which the sums over lines are exact integers.
+        size = self.pair_size.max() * weight.max(axis=0) * (4.0 / EXACT)
+        unit = 2.0 ** np.frexp(size)[1]
+        curvature *= 1.0 / unit
+        np.rint(curvature, out=curvature)
+        sums = np.zeros((len(self.pair_sum), p.shape[1]))
+        for rows, pairs in self._pairs():
+            sums += pairs.T @ curvature[rows]
+        return self._factored(sums * (unit * 4.0**-X_BITS))
+
+    def _factored(self, sums: Floats) -> Floats:
+        d = len(self.ridge)
+        hessian = np.empty((d, d, sums.shape[1]))
+        hessian[self.upper] = sums
+        hessian[self.upper[::-1]] = sums
+        hessian[np.diag_indices(d)] += self.ridge
+        return cholesky_batch(hessian)
+
+    def _move(
+        self, beta: Floats, step: Floats, slope: Floats, weight: Floats, target: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """Take a step, halved where the gradient would grow (never, close to the optimum)."""
+        before = _dots(slope, slope)
+        for _ in range(MOST_STEPS):
+            tried = beta + step
+            p, slope = self._gradient(tried, weight, target)
+            # Below this the gradient is rounding noise.
+            worse = _dots(slope, slope) > np.maximum(before, 2.0**-32 * len(p))
+            if not worse.any():
+                break
+            step = np.where(worse, np.rint(step / 2.0), step)
+        return tried, p, slope
+
+
+class KernelProbe:
+    """Kernel ridge regression with the kernel ``(1 + x.z / d)**2``: smooth, sees interactions.
+
+    It is solved in the kernel's own feature space (columns, squares and products of two), where
+    one factorisation serves every labelling and the time is linear in the lines. Features are
+    cut at 4 deviations; of more than 24 columns, the first 24 are crossed. Its scores are
+    predicted labels.
+    """
+
+    def __init__(self, fold: Fold) -> None:
+        """Factorise for one fold."""
+        self.fold = fold
+        n = len(fold.train)
+        total = sum(phi.sum(axis=0) for _, phi in _crossed(fold.train))
+        self.mean = np.rint(total / n)
+        unit = 2.0**KERNEL_BITS
+        gram = np.zeros((len(self.mean), len(self.mean)))
+        for _, phi in _crossed(fold.train, self.mean):
+            gram += exact_product(phi.T, phi)
+        gram /= unit * unit
+        gram[np.diag_indices(len(gram))] += KERNEL_L2 * n
+        self.gram = gram
+        inverse = inverse_of_lower(cholesky(gram))
+        self.bits = 30 - int(np.frexp(np.abs(inverse).max())[1])
+        self.inverse = to_grid(inverse, self.bits)
+
+    def scores(self, labels: Labels) -> Integers:
+        """See :class:`Probe`."""
+        weights, unit = self._weights(labels)
+        scores = np.empty((len(self.fold.test), labels.shape[1]), dtype=np.int64)
+        for rows, phi in _crossed(self.fold.test, self.mean):
+            scores[rows] = _on_score_grid(exact_product(phi, weights) * unit)
+        return scores
+
+    def unrounded(self, labels: Labels) -> Scores:
+        """See :class:`Probe`.
+
+        The bound is the length of what the weights leave of the normal equations, over the
+        ridge, which is the least eigenvalue of the matrix at worst.
+        """
+        rounded, unit = self._weights(labels[:, None])
+        weights = rounded * (unit * 2.0**KERNEL_BITS)
+        # The matrix in 44 bits: its own rounding is far below what is left over.
+        left = self._moments(labels[:, None]) * 2.0**-KERNEL_BITS
+        fine = 44 - int(np.frexp(np.abs(self.gram).max())[1])
+        weight_bits = 26 - int(np.frexp(np.abs(weights).max())[1])
+        product = exact_product(to_grid(self.gram, fine), to_grid(weights, weight_bits))
+        left = left - product * 2.0 ** -(fine + weight_bits)
+        distance = norm(left) / (KERNEL_L2 * len(self.fold.train))
+        values, error = np.empty(len(self.fold.test)), np.empty(len(self.fold.test))
+        for rows, phi in _crossed(self.fold.test, self.mean):
+            values[rows] = (exact_product(phi, rounded) * unit)[:, 0]
+            size = (phi * 2.0**-KERNEL_BITS).T
+            error[rows] = distance * np.sqrt(_dots(size, size))
+        return Scores(values, error)
+
+    def _moments(self, labels: Labels) -> Floats:
+        """Sums of the positives' crossed features, in units of ``2**-KERNEL_BITS``."""
+        moments = np.zeros((len(self.mean), labels.shape[1]))
+        for rows, phi in _crossed(self.fold.train, self.mean):
+            moments += exact_product(phi.T, labels[rows].astype(np.float64))
+        return moments
+
+    def _weights(self, labels: Labels) -> tuple[Floats, Floats]:
+        """Integers (p, labellings), and what one of them counts in a product with integers."""
+        half = exact_product(self.inverse, self._moments(labels))
+        half_unit = 2.0 ** (np.frexp(np.abs(half).max(axis=0))[1] - 2 * WEIGHT_BITS)
+        weights = exact_product(self.inverse.T, np.rint(half / half_unit))
+        weight_unit = 2.0 ** (np.frexp(np.abs(weights).max(axis=0))[1] - WEIGHT_BITS)
+        unit = half_unit * weight_unit * 2.0 ** -(2 * self.bits + 2 * KERNEL_BITS)
+        return np.rint(weights / weight_unit), unit
+
+
+def _crossed(x: Floats, mean: Floats | float = 0.0) -> Iterator[tuple[slice, Floats]]:
+    """Columns, their squares and their products less ``mean``, some lines at a time.
+
+    All are integers in units of ``2**-KERNEL_BITS``.
+    """
+    d = x.shape[1]
+    i, j = np.triu_indices(min(d, MOST_CROSSED))
+    scale = np.where(i == j, 1.0, np.sqrt(2.0)) / d
+    for start in range(0, len(x), ROWS):
+        rows = slice(start, min(start + ROWS, len(x)))
+        part = np.clip(x[rows] * 2.0**-X_BITS, -KERNEL_CLIP, KERNEL_CLIP)
+        phi = np.hstack([part * np.sqrt(2.0 / d), part[:, i] * part[:, j] * scale])
+        yield rows, to_grid(phi, KERNEL_BITS) - mean
+
+
+class BoostingProbe:
+    """Gradient boosting of small trees (scikit-learn's), one fit a labelling: slow.
+
+    Its sums are not exact: scores are rounded to the grid, which hides nearly every difference
+    between processors, but not by construction.
+    """
+
+    def __init__(self, fold: Fold) -> None:
+        """Take the features of one fold."""
+        self.fold = fold
+
+    def scores(self, labels: Labels) -> Integers:
+        """See :class:`Probe`."""
+        return _on_score_grid(np.array([self.unrounded(column).values for column in labels.T]).T)
+
+    def unrounded(self, labels: Labels) -> Scores:
+        """See :class:`Probe`; there is no bound."""
+        from sklearn.ensemble import HistGradientBoostingClassifier
+
+        model = HistGradientBoostingClassifier(
+            max_iter=50, max_depth=3, early_stopping=False, class_weight="balanced", random_state=0
+        )
+        model.fit(self.fold.train, labels)
+        return Scores(model.decision_function(self.fold.test), None)
+
+
+PROBES: Mapping[str, Callable[[Fold], Probe]] = {
+    "linear": LinearProbe,
+    "kernel": KernelProbe,
+    "boosting": BoostingProbe,
+}
 
 
 def _with_intercept(x: Floats) -> Floats:
     return np.hstack([x, np.full((len(x), 1), 2.0**X_BITS)])
 
 
-def _on_score_grid(scores: Floats, bits: int) -> Integers:
-    return np.rint(scores * 2.0 ** (SCORE_BITS - bits)).astype(np.int64)
+def _on_score_grid(scores: Floats) -> Integers:
+    return np.rint(scores * 2.0**SCORE_BITS).astype(np.int64)
 
 
-def _newton(x: Floats, labels: npt.NDArray[np.bool_]) -> Floats:
-    """Coefficients in units of ``2**-COEFFICIENT_BITS``, shape (d, labellings).
-
-    Each labelling's result is its own: it does not depend on the others of the batch.
-    """
-    n, d = x.shape
-    upper = np.triu_indices(d)
-    # The products of columns, from which every Hessian is a sum with weights.
-    pairs = np.rint(x[:, upper[0]] * x[:, upper[1]] * 2.0**-X_BITS)
-    positives = labels.sum(axis=0)
-    weight = np.where(labels, n / (2.0 * positives), n / (2.0 * (n - positives)))
-    target = labels.astype(np.float64)
-    ridge = np.full((d, 1), LINEAR_L2)
-    ridge[-1] = 0.0  # the intercept is free
-    residual_unit = _finest_unit(np.abs(x).sum(axis=0).max() * weight.max(axis=0))
-    curvature_unit = _finest_unit(np.abs(pairs).sum(axis=0).max() * weight.max(axis=0))
-
-    def gradient(beta: Floats, chosen: Integers) -> tuple[Floats, Floats]:
-        eta = exact_product(x, beta) * 2.0 ** -(X_BITS + COEFFICIENT_BITS)
-        p = sigmoid(eta)
-        unit = residual_unit[chosen]
-        residual = np.rint(weight[:, chosen] * (target[:, chosen] - p) / unit)
-        slope = (x.T @ residual) * (unit * 2.0**-X_BITS)
-        return p, slope - ridge * (beta * 2.0**-COEFFICIENT_BITS)
-
-    def factors(p: Floats, chosen: Integers) -> Floats:
-        unit = curvature_unit[chosen]
-        curvature = np.rint(weight[:, chosen] * (p * (1.0 - p)) / unit)
-        sums = (pairs.T @ curvature) * (unit * 2.0**-X_BITS)
-        hessian = np.empty((d, d, len(chosen)))
-        hessian[upper[0], upper[1]] = sums
-        hessian[upper[1], upper[0]] = sums
-        hessian[np.arange(d), np.arange(d)] += ridge
-        return cholesky(hessian)
-
-    beta = np.zeros((d, labels.shape[1]))
-    chosen = np.arange(labels.shape[1])
-    p, slope = gradient(beta, chosen)
-    factor = factors(p, chosen)
-    for _ in range(MOST_STEPS):
-        step = to_grid(cholesky_solve(factor, slope), COEFFICIENT_BITS)
-        beta[:, chosen], p, slope = _shortened(beta[:, chosen], step, slope, chosen, gradient)
-        size = np.abs(step).max(axis=0) * 2.0**-COEFFICIENT_BITS
-        going = size > CONVERGED
-        if not going.any():
-            return beta
-        chosen, p, slope = chosen[going], p[:, going], slope[:, going]
-        factor = factor[:, :, going]
-        # Near the optimum the Hessian hardly moves, and an old one will do.
-        stale = size[going] > 2.0**-8
-        if stale.any():
-            factor[:, :, stale] = factors(p[:, stale], chosen[stale])
-    raise ArithmeticError(f"the linear probe has not converged in {MOST_STEPS} steps")
-
-
-def _shortened(
-    beta: Floats,
-    step: Floats,
-    slope: Floats,
-    chosen: Integers,
-    gradient: Callable[[Floats, Integers], tuple[Floats, Floats]],
-) -> tuple[Floats, Floats, Floats]:
-    """Take a Newton step, halved where the gradient would grow (never, close to the optimum)."""
-    tried = beta + step
-    p, new_slope = gradient(tried, chosen)
-    for _ in range(MOST_STEPS):
-        # Below this the gradient is rounding noise.
-        worse = _length(new_slope) > np.maximum(_length(slope), 2.0**-16)
-        if not worse.any():
-            break
-        step = np.where(worse, np.rint(step / 2.0), step)
-        tried = beta + step
-        p, new_slope = gradient(tried, chosen)
-    return tried, p, new_slope
-
-
-def _length(slope: Floats) -> Floats:
-    """Squared length of each column, summed in a fixed order."""
-    total = np.zeros(slope.shape[1])
-    for row in slope:
-        total += row * row
+def _dots(a: Floats, b: Floats) -> Floats:
+    """The products of columns with columns, summed in a fixed order."""
+    total = np.zeros(a.shape[1])
+    for left, right in zip(a, b, strict=True):
+        total += left * right
     return total
-
-
-def _finest_unit(total: Floats) -> Floats:
-    """The smallest power of two in units of which sums up to ``total`` are exact integers."""
-    return 2.0 ** np.frexp(total * (4.0 / EXACT))[1]
-
-
-def kernel_probe(fold: Fold, labels: npt.NDArray[np.bool_]) -> Integers:
-    """Kernel ridge regression with the kernel ``(1 + x.z / d)**2``, a smooth interaction probe.
-
-    It is solved in the kernel's own feature space (columns, squares and products of two), where
-    one factorisation serves every labelling and the time is linear in the lines. Features are
-    cut at 4 deviations; of more than 24 columns, the first 24 are crossed.
-
-    Parameters and result are those of :func:`linear_probe`; the scores are predicted labels.
-    """
-    train, test = _crossed(fold.train), _crossed(fold.test)
-    mean = np.rint(train.sum(axis=0) / len(train))
-    train, test = train - mean, test - mean
-    unit = 2.0**KERNEL_BITS
-    gram = exact_product(train.T, train) / (unit * unit)
-    gram[np.diag_indices(len(gram))] += KERNEL_L2 * len(train)
-    inverse = cholesky_solve(cholesky(gram), np.eye(len(gram)))
-    moments = exact_product(train.T, labels.astype(np.float64))
-    inverse_bits = 30 - int(np.frexp(np.abs(inverse).max())[1])
-    weights = exact_product(to_grid(inverse, inverse_bits), moments)
-    weights *= 2.0 ** -(inverse_bits + KERNEL_BITS)
-    # 26 bits of the largest weight of each labelling.
-    weight_unit = 2.0 ** (np.frexp(np.abs(weights).max(axis=0))[1] - 26)
-    scores = exact_product(test, np.rint(weights / weight_unit))
-    return _on_score_grid(scores * weight_unit, KERNEL_BITS)
-
-
-def _crossed(x: Floats) -> Floats:
-    """Columns, their squares and their products, in units of ``2**-KERNEL_BITS``."""
-    d = x.shape[1]
-    x = np.clip(x * 2.0**-X_BITS, -KERNEL_CLIP, KERNEL_CLIP)
-    i, j = np.triu_indices(min(d, MOST_CROSSED))
-    scale = np.where(i == j, 1.0, np.sqrt(2.0)) / d
-    return to_grid(np.hstack([x * np.sqrt(2.0 / d), x[:, i] * x[:, j] * scale]), KERNEL_BITS)
-
-
-def boosting_probe(fold: Fold, labels: npt.NDArray[np.bool_]) -> Integers:
-    """Gradient boosting of small trees (scikit-learn's), one fit a labelling: slow.
-
-    Its sums are not exact: scores are rounded to the grid, which hides nearly every difference
-    between processors, but not by construction.
-    """
-    from sklearn.ensemble import HistGradientBoostingClassifier
-
-    scores = []
-    for column in labels.T:
-        model = HistGradientBoostingClassifier(
-            max_iter=50, max_depth=3, early_stopping=False, class_weight="balanced", random_state=0
-        )
-        model.fit(fold.train, column)
-        scores.append(model.decision_function(fold.test))
-    return _on_score_grid(np.array(scores).T, 0)
-
-
-PROBES: Mapping[str, Callable[[Fold, npt.NDArray[np.bool_]], Integers]] = {
-    "linear": linear_probe,
-    "kernel": kernel_probe,
-    "boosting": boosting_probe,
-}

@@ -1,56 +1,25 @@
 """The shortcut gate: can the labels of a corpus be told from the shape of its texts alone?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pharos.errors import InputError
-from pharos.gate.exact import twice_mann_whitney
+from pharos.gate.design import Design, concerns_of, read_design, shown, shuffles, usable_folds
 from pharos.gate.features import Features, shape_features
-from pharos.gate.null import shuffled_labels, summarise
-from pharos.gate.probes import PROBES, Fold, make_fold
+from pharos.gate.judge import HALF, Judge, mean_auc
+from pharos.gate.local import RankedFeatures, feature_aucs, most_striking
+from pharos.gate.null import summarise
+from pharos.gate.power import smallest_leak
 from pharos.runtime.artifacts import digest_of
 from pharos.runtime.log import Progress
 
 ALPHA = 0.05  # beyond chance
-POWER_Z = 0.8416212335729143  # 80 % power
-CELLS = 1 << 21  # lines times labellings that are worked on at once
+LOCAL_ALPHA = 0.01  # beyond chance in a single group
 EXAMPLES = 3
-
-Labels = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class _Design:
-    """Who belongs to what: one entry a line, except where it says cluster."""
-
-    ids: tuple[str, ...]
-    group_names: tuple[str, ...]
-    groups: npt.NDArray[np.int64]
-    clusters: npt.NDArray[np.int64]
-    cluster_labels: Labels
-    cluster_groups: npt.NDArray[np.int64]
-
-    @property
-    def labels(self) -> Labels:
-        """The label of each line."""
-        return np.take(self.cluster_labels, self.clusters)
-
-    def held_out(self, group: int) -> Labels:
-        """The lines of one group."""
-        return np.equal(self.groups, group)
-
-
-@dataclass(frozen=True)
-class _Ranking:
-    """How well one held-out group was ranked, for each labelling: AUC = twice_u / twice_pairs."""
-
-    twice_u: npt.NDArray[np.int64]
-    twice_pairs: npt.NDArray[np.int64]
+AT_ONCE = 1 << 24  # lines times labellings
 
 
 def shortcut_gate(
@@ -62,13 +31,13 @@ def shortcut_gate(
 
     Every group is held out in turn; probes are fitted on the shape features of the others and
     rank its lines; their AUC is averaged over the groups. The worst probe counts, whichever way
-    round it ranks. The null is the same with labels shuffled over clusters within groups, and
-    again takes the worst probe each time.
+    round it ranks, and of more than two classes the one that is told best from the rest. The
+    null is the same with labels shuffled over clusters within groups, and again takes the worst.
 
     Parameters
     ----------
     lines
-        Corpus lines.
+        Corpus lines; labels are booleans, or text that names one of up to 20 classes.
     settings
         The block ``shortcut_gate`` of a checked configuration: ``ceiling``, ``permutations``,
         ``seed``, ``probes``, ``leave_out``.
@@ -84,58 +53,68 @@ def shortcut_gate(
     Raises
     ------
     InputError
-        If there is nothing to hold out, or no group that holds both classes.
+        If there is nothing to hold out, nothing to tell apart, or nothing to tell it by.
     """
-    design = _design(lines)
+    design = read_design(lines)
+    folds = usable_folds(design)
     features = shape_features(lines, categorical, settings["leave_out"])
-    usable = _usable_groups(design)
-    folds = {group: make_fold(features.values, design.held_out(group)) for group in usable}
-    probes = list(settings["probes"])
+    judge = Judge(design, features.values, folds, tuple(settings["probes"]))
+    count, seed = int(settings["permutations"]), int(settings["seed"])
 
-    observed = _rankings(folds, design, probes, design.cluster_labels[:, None])
-    aucs = {probe: _pooled(observed[probe])[0] for probe in probes}
-    worst = max(probes, key=lambda probe: abs(aucs[probe] - Fraction(1, 2)))
-    deviation = abs(aucs[worst] - Fraction(1, 2))
-
-    count = int(settings["permutations"])
-    null = _null(folds, design, probes, int(settings["seed"]), count)
-    reached = sum(value >= deviation for value in null)
-    summary = summarise([float(value) for value in null]) if null else None
-    p_value = (1 + reached) / (1 + count) if count else None
-    smallest_leak = _smallest_leak(summary)
+    observed = judge.rankings(design.labels[:, None])
+    aucs = {key: mean_auc(rankings) for key, rankings in observed.items()}
+    kind, worst = max(aucs, key=lambda key: abs(aucs[key] - HALF))
+    deviation = abs(aucs[kind, worst] - HALF)
+    chance = shuffles(design, folds, seed, count)
+    null: list[Fraction] = []
+    power = p_value = None
+    if count:
+        with Progress("shortcut gate", len(judge.groups) * len(judge.probes), "fit") as progress:
+            null = sorted(judge.largest(judge.rankings(chance, progress)))
+        p_value = (1 + sum(value >= deviation for value in null)) / (1 + count)
+        power = smallest_leak(judge, null, ALPHA, seed)
+    ranked = RankedFeatures(features, design)
+    local = _local(ranked, features, design, folds, chance)
+    of_kind = design.of_lines(design.labels == kind)
     ceiling = float(settings["ceiling"])
-    verdict = _verdict(float(deviation + Fraction(1, 2)), ceiling, p_value, smallest_leak)
+    verdict, reasons = _verdict(float(HALF + deviation), ceiling, p_value, power, local)
 
     result: dict[str, Any] = {
         "verdict": verdict,
-        "surface_baseline": _number(deviation + Fraction(1, 2)),
+        "reasons": reasons,
+        "surface_baseline": _number(HALF + deviation),
         "p_value": p_value,
         "beyond_chance": None if p_value is None else p_value <= ALPHA,
         "ceiling": ceiling,
-        "smallest_leak": smallest_leak,
+        "smallest_leak": None if power is None else power["smallest_leak"],
         "worst_probe": worst,
+        "worst_class": shown(design.class_names[kind]),
         "n": len(lines),
-        "clusters": len(design.cluster_labels),
-        "positives": int(design.labels.sum()),
-        "groups": _groups(design),
+        "clusters": len(design.labels),
+        "positives": int(of_kind.sum()),
+        "groups": _groups(design, of_kind),
+        "classes": _classes(design, aucs, judge),
         "probes": {
-            probe: {
-                "auc": _number(aucs[probe]),
+            name: {
+                "auc": _number(aucs[kind, name]),
                 "folds": [
-                    {"group": design.group_names[group], "auc": _number(_auc(ranking))}
-                    for group, ranking in zip(folds, observed[probe], strict=True)
+                    {"group": design.group_names[ranking.group], "auc": _number(ranking.auc())}
+                    for ranking in observed[kind, name]
                 ],
             }
-            for probe in probes
+            for name in judge.probes
         },
-        "features": _feature_report(features, design, usable),
+        "local": local,
+        "features": _features(ranked, features, design, folds[kind], of_kind),
         "constant_features": list(features.constant),
-        "null": summary,
-        "concerns": _concerns(design, usable, verdict, ceiling, smallest_leak, count, p_value),
+        "null": summarise([float(value) for value in null]) if null else None,
+        "power": power,
+        "certificate": judge.certificate(kind),
+        "concerns": [*concerns_of(design, folds, lines), *_concerns(verdict, p_value, count)],
         "settings": {
             "permutations": count,
-            "seed": int(settings["seed"]),
-            "probes": probes,
+            "seed": seed,
+            "probes": list(judge.probes),
             "leave_out": list(settings["leave_out"]),
             "categorical": list(categorical),
         },
@@ -143,123 +122,63 @@ def shortcut_gate(
     return {**result, "digest": digest_of(result)}
 
 
-def _design(lines: Sequence[Mapping[str, Any]]) -> _Design:
-    group_names = tuple(sorted({line["group"] for line in lines}))
-    group_index = {name: k for k, name in enumerate(group_names)}
-    first: dict[str, Mapping[str, Any]] = {}
-    for line in lines:
-        first.setdefault(line["cluster"], line)
-    cluster_index = {name: k for k, name in enumerate(first)}
-    design = _Design(
-        ids=tuple(line["id"] for line in lines),
-        group_names=group_names,
-        groups=np.array([group_index[line["group"]] for line in lines]),
-        clusters=np.array([cluster_index[line["cluster"]] for line in lines]),
-        cluster_labels=np.array([line["label"] for line in first.values()], dtype=np.bool_),
-        cluster_groups=np.array([group_index[line["group"]] for line in first.values()]),
-    )
-    if len(group_names) < 2:
-        raise InputError(
-            f"shortcut gate: one group only ({group_names[0]!r}); at least two are needed, "
-            "one to hold out"
-        )
-    if design.cluster_labels.all() or not design.cluster_labels.any():
-        which = "positive" if design.cluster_labels.all() else "negative"
-        raise InputError(f"shortcut gate: all lines are {which}; both classes are needed")
-    return design
-
-
-def _usable_groups(design: _Design) -> list[int]:
-    """Groups that hold both classes, and whose removal leaves both."""
-    usable = []
-    labels = design.labels
-    for group in range(len(design.group_names)):
-        held_out = design.held_out(group)
-        parts = (labels[held_out], labels[~held_out])
-        if all(part.any() and not part.all() for part in parts):
-            usable.append(group)
-    if not usable:
-        raise InputError(
-            "shortcut gate: no group can be held out: each needs lines of both classes, "
-            "inside and outside of it"
-        )
-    return usable
-
-
-def _rankings(
-    folds: Mapping[int, Fold], design: _Design, probes: Sequence[str], cluster_labels: Labels
-) -> dict[str, list[_Ranking]]:
-    """Fit and rank for every labelling, ``cluster_labels`` of shape (clusters, labellings)."""
-    labels = cluster_labels[design.clusters]
-    rankings: dict[str, list[_Ranking]] = {probe: [] for probe in probes}
-    for group, fold in folds.items():
-        held_out = design.held_out(group)
-        inside, outside = labels[held_out].T.copy(), labels[~held_out]
-        positives = inside.sum(axis=1)
-        twice_pairs = 2 * positives * (inside.shape[1] - positives)
-        for probe in probes:
-            scores = PROBES[probe](fold, outside)
-            twice_u = twice_mann_whitney(np.ascontiguousarray(scores.T), inside)
-            rankings[probe].append(_Ranking(twice_u, twice_pairs))
-    return rankings
-
-
-def _auc(ranking: _Ranking, labelling: int = 0) -> Fraction:
-    return Fraction(int(ranking.twice_u[labelling]), int(ranking.twice_pairs[labelling]))
-
-
-def _pooled(rankings: Sequence[_Ranking]) -> list[Fraction]:
-    """The mean AUC over groups, for each labelling, exactly."""
-    labellings = range(len(rankings[0].twice_u))
-    return [sum((_auc(r, k) for r in rankings), Fraction(0)) / len(rankings) for k in labellings]
-
-
-def _null(
-    folds: Mapping[int, Fold], design: _Design, probes: Sequence[str], seed: int, count: int
-) -> list[Fraction]:
-    """The largest |AUC - 0.5| over probes, for each of ``count`` shuffles."""
-    at_once = max(1, CELLS // len(design.ids))
-    values: list[Fraction] = []
-    with Progress("shortcut gate", max(1, count), "permutation") as progress:
-        for start in range(0, count, at_once):
-            numbers = range(start, min(start + at_once, count))
-            shuffles = np.stack(
-                [
-                    shuffled_labels(design.cluster_labels, design.cluster_groups, seed, number)
-                    for number in numbers
-                ],
-                axis=1,
-            )
-            rankings = _rankings(folds, design, probes, shuffles)
-            pooled = [_pooled(rankings[probe]) for probe in probes]
-            half = Fraction(1, 2)
-            values += [max(abs(auc - half) for auc in aucs) for aucs in zip(*pooled, strict=True)]
-            progress.advance(len(numbers))
-    return values
-
-
-def _smallest_leak(summary: Mapping[str, Any] | None) -> float | None:
-    """The smallest true AUC that a corpus like this one shows as beyond chance, 4 times in 5.
-
-    Normal approximation: the null's 95 % quantile and 0.84 of its deviation above.
-    """
-    if summary is None:
-        return None
-    quantile: float = summary["quantiles"]["0.95"]["value"]
-    deviation: float = summary["sd"]["value"]
-    return min(1.0, round(0.5 + quantile + POWER_Z * deviation, 6))
-
-
 def _verdict(
-    baseline: float, ceiling: float, p_value: float | None, smallest_leak: float | None
-) -> str:
+    baseline: float,
+    ceiling: float,
+    p_value: float | None,
+    power: Mapping[str, Any] | None,
+    local: Mapping[str, Any],
+) -> tuple[str, list[str]]:
+    """The verdict, and why in words."""
+    reasons = []
     above = baseline > ceiling
-    if p_value is None or smallest_leak is None:
-        return "LEAK" if above else "PASS"
-    if above and p_value <= ALPHA:
-        return "LEAK"
-    # A leak of the ceiling's size could have stayed unseen, or noise alone have reached it.
-    return "INCONCLUSIVE" if above or smallest_leak > ceiling else "PASS"
+    if above and (p_value is None or p_value <= ALPHA):
+        reasons.append(f"labels can be told from shape: AUC {baseline:.3f}, ceiling {ceiling:.3f}")
+    in_group = 0.5 + abs(local["auc"]["decimal"] - 0.5)
+    if in_group > ceiling and local["beyond_chance"]:
+        reasons.append(
+            f"within group {local['group']} labels can be told by {local['feature']} alone: "
+            f"AUC {in_group:.3f}, ceiling {ceiling:.3f}"
+        )
+    if reasons:
+        return "LEAK", reasons
+    if above:
+        return "INCONCLUSIVE", [
+            f"AUC {baseline:.3f} is above the ceiling {ceiling:.3f}, but chance does as well "
+            f"(p = {p_value:.3f}): the corpus is too small to tell"
+        ]
+    if power is not None and power["smallest_leak"] > ceiling:
+        return "INCONCLUSIVE", [
+            f"the corpus is too small to tell: a leak must have AUC {power['smallest_leak']:.3f} "
+            f"to show 4 times in 5, and the ceiling is {ceiling:.3f}"
+        ]
+    return "PASS", [f"AUC {baseline:.3f} is not above the ceiling {ceiling:.3f}"]
+
+
+def _local(
+    ranked: RankedFeatures,
+    features: Features,
+    design: Design,
+    folds: Mapping[int, Sequence[int]],
+    chance: npt.NDArray[np.int8],
+) -> dict[str, Any]:
+    """The feature that stands out most in a single group, and whether beyond chance."""
+    found = most_striking(ranked, design, folds, design.labels[:, None])
+    deviation = found.deviations[0]
+    count, reached = chance.shape[1], 0
+    at_once = max(16, AT_ONCE // len(design.ids))
+    for start in range(0, count, at_once):
+        some = most_striking(ranked, design, folds, chance[:, start : start + at_once])
+        reached += int((some.deviations >= deviation).sum())
+    p_value = (1 + reached) / (1 + count) if count else None
+    return {
+        "group": design.group_names[found.group],
+        "class": shown(design.class_names[found.kind]),
+        "feature": features.names[found.feature],
+        "auc": _number(found.auc),
+        "p_value": p_value,
+        "beyond_chance": None if p_value is None else p_value <= LOCAL_ALPHA,
+    }
 
 
 def _number(value: Fraction) -> dict[str, Any]:
@@ -267,86 +186,79 @@ def _number(value: Fraction) -> dict[str, Any]:
     return {"hex": float(value).hex(), "decimal": round(float(value), 6)}
 
 
-def _groups(design: _Design) -> list[dict[str, Any]]:
+def _groups(design: Design, of_kind: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
     groups = []
     for group, name in enumerate(design.group_names):
-        labels = design.labels[design.held_out(group)]
-        groups.append({"group": name, "n": len(labels), "positives": int(labels.sum())})
+        inside = of_kind[design.groups == group]
+        groups.append({"group": name, "n": len(inside), "positives": int(inside.sum())})
     return groups
 
 
-def _feature_report(
-    features: Features, design: _Design, usable: Sequence[int]
+def _classes(
+    design: Design, aucs: Mapping[tuple[int, str], Fraction], judge: Judge
 ) -> list[dict[str, Any]]:
-    """Each feature's own AUC, mean over groups, the worst first, with lines that show it."""
-    labels = design.labels
-    report = []
-    for name, column in zip(features.names, features.values.T, strict=True):
-        # Ranks of the values: integers in their order.
-        ranks = np.unique(column, return_inverse=True)[1].astype(np.int64)
-        rankings = []
-        for group in usable:
-            held_out = design.held_out(group)
-            inside = labels[held_out]
-            positives = int(inside.sum())
-            twice_pairs = np.array([2 * positives * (len(inside) - positives)])
-            rankings.append(
-                _Ranking(twice_mann_whitney(ranks[held_out][None], inside[None]), twice_pairs)
-            )
-        auc = _pooled(rankings)[0]
-        report.append((abs(auc - Fraction(1, 2)), name, auc, column))
-    report.sort(key=lambda entry: (-entry[0], entry[1]))
+    """Every class: its size, and how well each probe tells it from the rest."""
+    line_labels = design.of_lines(design.labels)
     return [
-        {"name": name, "auc": _number(auc), "examples": _examples(column, auc, design)}
-        for _, name, auc, column in report
+        {
+            "class": shown(name),
+            "n": int((line_labels == kind).sum()),
+            "clusters": int((design.labels == kind).sum()),
+            "aucs": {p: _number(aucs[kind, p]) for p in judge.probes if (kind, p) in aucs},
+        }
+        for kind, name in enumerate(design.class_names)
+    ]
+
+
+def _features(
+    ranked: RankedFeatures,
+    features: Features,
+    design: Design,
+    groups: Sequence[int],
+    of_kind: npt.NDArray[np.bool_],
+) -> list[dict[str, Any]]:
+    """Each feature's own AUC, the worst first, with lines that show it."""
+    aucs = feature_aucs(ranked, groups, of_kind[:, None])
+    order = sorted(range(len(aucs)), key=lambda k: (-abs(aucs[k] - HALF), features.names[k]))
+    return [
+        {
+            "name": features.names[k],
+            "auc": _number(aucs[k]),
+            "examples": _examples(features.values[:, k], aucs[k] >= HALF, design, of_kind),
+        }
+        for k in order
     ]
 
 
 def _examples(
-    column: npt.NDArray[np.float64], auc: Fraction, design: _Design
+    column: npt.NDArray[np.float64],
+    rising: bool,
+    design: Design,
+    of_kind: npt.NDArray[np.bool_],
 ) -> list[dict[str, Any]]:
     """Lines at the two ends of a feature that have the label its AUC expects there."""
-    labels = design.labels
-    high_label = auc >= Fraction(1, 2)
     examples = []
-    for sign, label in ((-1.0, high_label), (1.0, not high_label)):
+    labels = design.of_lines(design.labels)
+    for sign, wanted in ((-1.0, rising), (1.0, not rising)):
         order = np.argsort(sign * column, kind="stable")
-        for line in order[labels[order] == label][:EXAMPLES]:
+        for line in order[of_kind[order] == wanted][:EXAMPLES]:
             examples.append(
-                {"id": design.ids[line], "label": bool(label), "value": float(column[line])}
+                {
+                    "id": design.ids[line],
+                    "label": design.class_names[labels[line]],
+                    "value": float(column[line]),
+                }
             )
     return examples
 
 
-def _concerns(
-    design: _Design,
-    usable: Sequence[int],
-    verdict: str,
-    ceiling: float,
-    smallest_leak: float | None,
-    permutations: int,
-    p_value: float | None,
-) -> list[str]:
+def _concerns(verdict: str, p_value: float | None, permutations: int) -> list[str]:
     concerns = []
-    left = [name for k, name in enumerate(design.group_names) if k not in usable]
-    if left:
-        concerns.append(
-            f"{len(left)} of {len(design.group_names)} groups could not be held out, because a "
-            f"class is missing inside or outside of them: {', '.join(left[:5])}"
-        )
     if permutations == 0:
         concerns.append("no permutations: whether the value is beyond chance is unknown")
     elif permutations < 100:
-        concerns.append(
-            f"{permutations} permutations are few: p cannot be below {1 / (1 + permutations):.3f}"
-        )
-    if verdict == "INCONCLUSIVE" and smallest_leak is not None:
-        concerns.append(
-            f"the corpus is too small to tell: only a leak of AUC {smallest_leak:.3f} or more "
-            f"would show reliably, the ceiling is {ceiling:.3f}"
-        )
+        least = 1 / (1 + permutations)
+        concerns.append(f"{permutations} permutations are few: p cannot be below {least:.3f}")
     if verdict == "PASS" and p_value is not None and p_value <= ALPHA:
-        concerns.append(
-            "below the ceiling, but beyond chance: shape says a little about the labels"
-        )
+        concerns.append("below the ceiling, but beyond chance: shape tells a little of the labels")
     return concerns

@@ -1,0 +1,116 @@
+"""Holding groups out in turn, and ranking each with probes fitted on the rest."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pharos.gate.certificate import certify
+from pharos.gate.design import Design
+from pharos.gate.exact import twice_mann_whitney
+from pharos.gate.probes import PROBES, Fold, make_fold
+from pharos.runtime.log import Progress
+
+AT_ONCE = 1 << 24  # lines times labellings whose labels are spread over the lines at once
+HALF = Fraction(1, 2)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How well one held-out group was ranked, for each labelling: AUC = twice_u / twice_pairs."""
+
+    group: int
+    twice_u: npt.NDArray[np.int64]
+    twice_pairs: npt.NDArray[np.int64]
+
+    def auc(self, labelling: int = 0) -> Fraction:
+        """The area under the ROC curve, exactly."""
+        return Fraction(int(self.twice_u[labelling]), int(self.twice_pairs[labelling]))
+
+
+Rankings = dict[tuple[int, str], list[Ranking]]
+
+
+def mean_auc(rankings: Sequence[Ranking], labelling: int = 0) -> Fraction:
+    """The mean AUC over groups, exactly."""
+    return sum((ranking.auc(labelling) for ranking in rankings), Fraction(0)) / len(rankings)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A corpus whose shape was measured, and the probes to be tried on it.
+
+    ``values`` are its features, (n, d); ``folds`` has the groups to be held out for each class.
+    """
+
+    design: Design
+    values: npt.NDArray[np.float64]
+    folds: Mapping[int, tuple[int, ...]]
+    probes: tuple[str, ...]
+
+    @property
+    def groups(self) -> list[int]:
+        """All groups that are held out."""
+        return sorted({group for groups in self.folds.values() for group in groups})
+
+    def _split(self, group: int) -> tuple[npt.NDArray[np.bool_], Fold]:
+        held_out = self.design.groups == group
+        return held_out, make_fold(self.values, held_out)
+
+    def rankings(self, labels: npt.NDArray[Any], progress: Progress | None = None) -> Rankings:
+        """Fit and rank for every labelling of the clusters, ``labels`` (k, labellings)."""
+        rankings: Rankings = {(kind, name): [] for kind in self.folds for name in self.probes}
+        for group in self.groups:
+            held_out, fold = self._split(group)
+            for name in self.probes:
+                probe = PROBES[name](fold)
+                for kind, groups in self.folds.items():
+                    if group not in groups:
+                        continue
+                    parts = []
+                    for some in _batches(labels, len(held_out)):
+                        of_kind = self.design.of_lines(some == kind)
+                        inside = np.ascontiguousarray(of_kind[held_out].T)
+                        scores = probe.scores(of_kind[~held_out])
+                        parts.append(twice_mann_whitney(np.ascontiguousarray(scores.T), inside))
+                    positives = self._count(labels == kind, held_out)
+                    pairs = positives * (int(held_out.sum()) - positives)
+                    rankings[kind, name].append(Ranking(group, np.concatenate(parts), 2 * pairs))
+                if progress is not None:
+                    progress.advance()
+        return rankings
+
+    def _count(
+        self, of_kind: npt.NDArray[np.bool_], held_out: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.int64]:
+        """How many lines of a group have a class, for each labelling."""
+        size = np.bincount(self.design.clusters[held_out], minlength=len(of_kind))
+        return size.astype(np.int64) @ of_kind.astype(np.int64)
+
+    def largest(self, rankings: Rankings) -> list[Fraction]:
+        """The largest |AUC - 0.5| over classes and probes, for each labelling."""
+        labellings = range(len(next(iter(rankings.values()))[0].twice_u))
+        return [
+            max(abs(mean_auc(ranked, k) - HALF) for ranked in rankings.values()) for k in labellings
+        ]
+
+    def certificate(self, kind: int) -> dict[str, Any]:
+        """How safe the ranks of each probe are, for the real labels and one class."""
+        of_kind = self.design.of_lines(self.design.labels == kind)
+        held: dict[str, list[Any]] = {name: [] for name in self.probes}
+        for group in self.folds[kind]:
+            held_out, fold = self._split(group)
+            ids = [self.design.ids[line] for line in np.flatnonzero(held_out)]
+            for name in self.probes:
+                scores = PROBES[name](fold).unrounded(of_kind[~held_out])
+                held[name].append((scores, of_kind[held_out], ids))
+        return {name: certify(folds) for name, folds in held.items()}
+
+
+def _batches(labels: npt.NDArray[Any], lines: int) -> Iterator[npt.NDArray[Any]]:
+    at_once = max(16, AT_ONCE // lines)
+    for start in range(0, labels.shape[1], at_once):
+        yield labels[:, start : start + at_once]
