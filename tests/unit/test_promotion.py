@@ -14,10 +14,11 @@ SETTINGS = {"min_f1_gain": 0.02, "alpha": 0.05, "max_unparsed": 0.02, "bootstrap
 LABELS = [True] * 56 + [False] * 104
 
 
-def evaluation(predictions, fingerprint="aaaa"):
+def evaluation(predictions, fingerprint="aaaa", version="v1"):
+    measured = measure(predictions, {"bootstrap": 300, "seed": 0})
     return {
         "platform": {"fingerprint": fingerprint},
-        "result": measure(predictions, {"bootstrap": 300, "seed": 0}),
+        "result": {**measured, "model_version": version},
     }
 
 
@@ -203,6 +204,20 @@ def test_sign_test_is_the_exact_binomial(better, worse):
 def test_sign_test_of_many_clusters_neither_overflows_nor_underflows():
     assert sign_test(3000, 3000) == 1.0
     assert 0 <= sign_test(3000, 0) < 1e-300
+
+
+def test_versions_of_a_model_are_not_mixed():
+    base, adapter = over_alarming(), skilled()
+    with pytest.raises(InputError, match="model version v1, the adapter with v2"):
+        promotion_gate(
+            evaluation(base),
+            base,
+            evaluation(adapter, version="v2"),
+            adapter,
+            SETTINGS,
+            surface_baseline=None,
+            gate_verdict=None,
+        )
 
 
 def test_platforms_are_not_mixed():

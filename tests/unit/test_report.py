@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from pharos.errors import InputError
+from pharos.errors import CheckFailed, InputError
 from pharos.report.figures import interval_strip, loss_curve, null_histogram, running_mean
 from pharos.report.page import build_report
 from report_fixtures import (
@@ -363,3 +363,12 @@ def test_observed_value_and_ceiling_are_always_inside_the_figure(observed):
 def test_the_running_mean_of_a_constant_is_that_constant():
     assert running_mean([2.0] * 50) == [2.0] * 50
     assert running_mean([1.0]) == [1.0]
+
+
+def test_numbers_of_another_version_of_a_model_are_refused(tmp_path):
+    paths = small_run(tmp_path)
+    model = json.loads(Path(paths["models"][0]).read_text())
+    model["result"]["version"] = "c0ffee" * 8
+    Path(paths["models"][0]).write_text(json.dumps(model))
+    with pytest.raises(CheckFailed, match="made with version b179b179b179 .* fetched is c0ffee"):
+        build_report(**paths, out_dir=tmp_path / "report", title="t")

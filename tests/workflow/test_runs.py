@@ -151,6 +151,24 @@ def test_a_deleted_artifact_is_all_that_is_made_again_and_comes_out_the_same(cop
     assert results(copy) == before
 
 
+@pytest.mark.parametrize(
+    ("deleted", "again"),
+    [
+        ("models/tiny.json", {"prefetch"}),
+        ("gate/admission/watch/seed7.json", {"admit_corpus"}),
+        ("gate/shortcut/watch/seed1.json", {"shortcut_gate", "admit_corpus"}),
+        ("corpus/watch/seed7.manifest.json", {"corpus", "shortcut_gate", "admit_corpus"}),
+        ("evaluate/tiny/watch/seed7/base.predictions.jsonl", {"evaluate"}),
+        ("report/index.html", set()),
+    ],
+)
+def test_a_deleted_file_makes_no_model_run_that_does_not_need_it(copy, deleted, again):
+    (copy.folder / "results" / deleted).unlink()
+    plan = planned(copy)
+    assert set(plan) - {"promotion_gate", "report"} == again
+    assert plan.get("evaluate", 0) <= 1
+
+
 def test_a_run_killed_in_training_goes_on_from_its_checkpoint(finished, workspace, tiny_model):
     slow = {"rank": 2, "alpha": 4, "batch_size": 1, "epochs": 12, "checkpoint_every_steps": 2}
     workspace.configure(tiny_config(tiny_model, adapters={"lora": slow}))
@@ -245,6 +263,12 @@ def test_a_leaking_corpus_goes_on_when_the_gate_is_not_enforced(workspace, tiny_
     promotion = artifacts(workspace)["results/gate/promotion/tiny/notes/seed1/lora.json"]["result"]
     assert promotion["verdict"] != "PROMOTE"
     assert "LEAK" in (workspace.folder / "results/report/index.html").read_text()
+    # The same run, then other content under the same name.
+    assert planned(workspace) == {}
+    notes = workspace.folder / "my notes.jsonl"
+    notes.write_text(notes.read_text().replace("end 3", "END 3"))
+    plan = planned(workspace)
+    assert (plan["corpus"], plan["evaluate"], plan["finetune"]) == (1, 2, 1)
 
 
 def test_a_gpu_that_is_not_there_is_an_error_and_not_a_slow_run(workspace, tiny_model):

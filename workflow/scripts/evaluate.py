@@ -26,12 +26,8 @@ def main(snakemake):
             trained = train_items(read_corpus(files.trained_on), unit, params.train_events)
             same_corpus = files.trained_on == files.corpus
             _, contamination = check_contamination(trained, items, same_corpus)
-        loaded = load_model(
-            read_artifact(files.model, "model")["result"],
-            params.model,
-            params.device,
-            adapter_folder,
-        )
+        fetched = read_artifact(files.model, "model")["result"]
+        loaded = load_model(fetched, params.model, params.device, adapter_folder)
         builder = PromptBuilder(loaded.tokenizer, params.prompt)
         predictions, facts = evaluate_items(loaded, builder, items, params.evaluation)
         measured = measure(predictions, params.evaluation)
@@ -43,7 +39,7 @@ def main(snakemake):
             config=dict(params.items()),
             seed=int(wildcards.seed),
             device=loaded.device,
-            dtype=loaded.dtype if loaded.precision == "full" else loaded.precision,
+            dtype=loaded.dtype if loaded.precision == "full" else f"nf4/{loaded.dtype}",
             attention=loaded.attention,
             timing=facts["timing"],
             result={
@@ -51,6 +47,7 @@ def main(snakemake):
                 "task": wildcards.task,
                 "seed": int(wildcards.seed),
                 "variant": wildcards.variant,
+                "model_version": fetched["version"],
                 "mode": params.evaluation["mode"],
                 **measured,
                 **facts["result"],

@@ -42,7 +42,7 @@ def main(snakemake):
             config={key: value for key, value in params.items() if key != "checkpoints"},
             seed=int(wildcards.seed),
             device=loaded.device,
-            dtype=loaded.dtype if loaded.precision == "full" else loaded.precision,
+            dtype=loaded.dtype if loaded.precision == "full" else f"nf4/{loaded.dtype}",
             attention=loaded.attention,
             timing=training.timing,
             result={
@@ -50,6 +50,7 @@ def main(snakemake):
                 "task": wildcards.task,
                 "seed": int(wildcards.seed),
                 "adapter": wildcards.adapter,
+                "model_version": fetched["version"],
                 **training.result,
             },
         )

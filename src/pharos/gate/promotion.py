@@ -106,7 +106,8 @@ def promotion_gate(
     Raises
     ------
     InputError
-        If the items or the platforms differ, or predictions do not belong to their artifact.
+        If the items, the platforms or the versions of the model differ, or predictions do not
+        belong to their artifact.
     """
     fingerprint = _same_platform(base, adapter)
     before = columns_of(base_predictions, "base predictions")
@@ -186,6 +187,13 @@ def _same_platform(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> str:
         raise InputError(
             f"promotion gate: the base was evaluated on platform {prints[0]}, the adapter on "
             f"{prints[1]}; evaluate both on one platform"
+        )
+    versions = [artifact["result"]["model_version"] for artifact in (base, adapter)]
+    if versions[0] != versions[1]:
+        raise InputError(
+            f"promotion gate: the base was evaluated with model version {versions[0][:12]}, the "
+            f"adapter with {versions[1][:12]}; evaluate both with one: "
+            "snakemake --forcerun evaluate"
         )
     return str(prints[0])
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from pharos.errors import CheckFailed
 from pharos.report.figures import interval_strip, loss_curve, null_histogram
 from pharos.report.leaderboard import (
     METRICS,
@@ -73,6 +74,8 @@ def build_report(
     ------
     InputError
         If an artifact cannot be read, or is of another kind than its list.
+    CheckFailed
+        If a number was made with another version of a model than the one fetched.
     """
     out_dir = Path(out_dir)
     gates = load_sources(shortcuts, "shortcut-gate", out_dir)
@@ -80,6 +83,7 @@ def build_report(
     asked = load_sources(evaluations, "evaluation", out_dir)
     trained = load_sources(trainings, "training", out_dir)
     judged = load_sources(promotions, "promotion-gate", out_dir)
+    _refuse_stale(fetched, [*asked, *trained])
     everything = [*gates, *fetched, *trained, *asked, *judged]
 
     environment = Environment(
@@ -196,6 +200,18 @@ def _drawn(
             f"{label}: {value:.3f}, interval {low:.3f} to {high:.3f}, {said}",
         ),
     }
+
+
+def _refuse_stale(models: Sequence[Source], made: Sequence[Source]) -> None:
+    """Numbers of a model's earlier version do not stand under its present one."""
+    versions = {source.model: source.result["version"] for source in models}
+    for source in made:
+        version, present = source.result["model_version"], versions.get(source.model)
+        if present is not None and version != present:
+            raise CheckFailed(
+                f"{source.path}: made with version {version[:12]} of {source.model}, fetched is "
+                f"{present[:12]}; make it again: snakemake --forcerun evaluate finetune"
+            )
 
 
 def _gate(source: Source, evaluations: Sequence[Source]) -> dict[str, Any]:
