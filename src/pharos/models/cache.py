@@ -11,13 +11,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from pharos.runtime.log import log_event
+from pharos.runtime.log import log_event, warn
 
 DEFAULT_CACHE = Path(".cache/pharos")
 NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 HEARTBEAT_S = 10.0
 STALE_AFTER_S = 60.0
 LOOK_AGAIN_S = 1.0
+# What a node keeps for itself; no other node sees it.
+NODE_LOCAL = ("tmpfs", "ramfs", "overlay", "ext4", "xfs", "btrfs", "zfs")
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").strip().upper() in ("1", "ON", "YES", "TRUE")
+
+
+# As the user set it: set_up_hub() sets both for the process.
+TOLD_OFFLINE = _is_on("HF_HUB_OFFLINE") or _is_on("TRANSFORMERS_OFFLINE")
 
 
 def cache_root() -> Path:
@@ -43,11 +54,42 @@ def set_up_hub(offline: bool) -> Path:
     home = Path(os.environ["HF_HOME"]).expanduser()
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    # Plain HTTP: its retries, limits and digests are tested; xet is one setting away.
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
     os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1" if offline else "0"
     import huggingface_hub.constants as constants
 
     constants.HF_HUB_OFFLINE = offline
+    constants.HF_HUB_DISABLE_XET = _is_on("HF_HUB_DISABLE_XET")
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").absolute()
+
+
+def warn_if_node_local(cache: Path) -> None:
+    """Under Slurm, warn of a cache that other nodes will not see."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return
+    kind = _file_system(cache)
+    if kind in NODE_LOCAL:
+        warn(
+            f"the cache {cache} is on this node's own disk ({kind}), where other nodes do not see "
+            "it; name a folder on shared storage with PHAROS_CACHE"
+        )
+
+
+def _file_system(path: Path) -> str | None:
+    """The type of the file system that ``path`` is, or will be, on; ``None`` if unknown."""
+    path = path.resolve()
+    try:
+        lines = MOUNTS.read_text().splitlines()
+    except OSError:
+        return None
+    found: tuple[int, str] | None = None
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mount = Path(before.split()[4].encode().decode("unicode_escape"))
+        if path.is_relative_to(mount) and (found is None or len(mount.parts) >= found[0]):
+            found = (len(mount.parts), after.split()[0])
+    return found[1] if found else None
 
 
 @contextlib.contextmanager

