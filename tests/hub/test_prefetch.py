@@ -82,7 +82,7 @@ def fetched(tmp_path, **more):
 
 
 def folder_of(result):
-    return snapshot_folder(cache.set_up_hub(offline=False), NAME, result["source"]["commit"])
+    return snapshot_folder(cache.hub_folder(), NAME, result["source"]["commit"])
 
 
 def paths(asked):
@@ -230,7 +230,7 @@ def test_what_arrives_damaged_twice_is_an_error_and_leaves_nothing(the_hub, tmp_
     with pytest.raises(CheckFailed, match=r"model\.safetensors arrived damaged 2 times"):
         fetched(tmp_path)
     commit = the_hub.repositories[NAME].revisions["main"]
-    folder = snapshot_folder(cache.set_up_hub(offline=False), NAME, commit)
+    folder = snapshot_folder(cache.hub_folder(), NAME, commit)
     assert not (folder / "model.safetensors").is_symlink()
     the_hub.faults.clear()
     fetched(tmp_path)
@@ -647,7 +647,7 @@ def test_a_fetch_killed_at_any_moment_ends_whole_and_repeats_one_file_at_most(
 
 
 def folder_of_commit(commit):
-    return snapshot_folder(cache.set_up_hub(offline=False), NAME, commit)
+    return snapshot_folder(cache.hub_folder(), NAME, commit)
 
 
 def test_what_a_dead_fetch_left_is_cleared_but_not_what_others_are_at(tmp_path, monkeypatch):

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-import tiny_models
 import transformers
 
+import tiny_models
 from pharos.errors import InputError
 from pharos.models.sizes import model_sizes
 

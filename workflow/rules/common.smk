@@ -5,7 +5,8 @@ from pathlib import Path
 
 from pharos.cluster.coordinator import clear_stale_lock, share_code
 from pharos.config import load_config, seed_pairs
-from pharos.errors import InputError
+from pharos.errors import InputError, PharosError
+from pharos.models.check import check_before_run
 
 try:
     CONFIG = load_config(
@@ -74,6 +75,21 @@ def evaluation_input(wc):
 def is_trained(adapter, model, task):
     """Whether the configuration trains this adapter for this model and task."""
     return model in ADAPTERS[adapter]["models"] and task in ADAPTERS[adapter]["tasks"]
+
+
+def check_models():
+    """Stop before the first job when a model that a job needs is damaged in the cache."""
+    names = {"load": set(), "fetch": set()}
+    for job in workflow.dag.needrun_jobs():
+        if job.rule.name in ("evaluate", "finetune"):
+            names["load"].add(job.wildcards.model)
+        elif job.rule.name == "prefetch":
+            names["fetch"].add(job.wildcards.model)
+    try:
+        check_before_run(MODELS, names["load"], names["fetch"])
+    except PharosError as error:
+        print(f"pharos: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 # One entry for each evaluation; (model, task, test seed, variant).

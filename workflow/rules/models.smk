@@ -1,3 +1,7 @@
+onstart:
+    check_models()
+
+
 rule prefetch:
     """Fetch a model, check it, and keep it in the cache; the only rule that needs a network."""
     input:

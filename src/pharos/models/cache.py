@@ -36,6 +36,22 @@ def cache_root() -> Path:
     return Path(os.environ.get("PHAROS_CACHE") or DEFAULT_CACHE).absolute()
 
 
+def login_file() -> Path:
+    """Where the hub's token lies: ``HF_TOKEN_PATH``, else where ``hf auth login`` puts it."""
+    if "HF_TOKEN_PATH" in os.environ:
+        return Path(os.environ["HF_TOKEN_PATH"]).expanduser()
+    if "HF_HOME" in os.environ:
+        return Path(os.environ["HF_HOME"]).expanduser() / "token"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "huggingface" / "token"
+
+
+def hub_folder() -> Path:
+    """The folder of the hub's snapshots: in ``HF_HUB_CACHE`` or ``HF_HOME``, else in the cache."""
+    home = os.environ.get("HF_HOME") or cache_root() / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser().absolute()
+
+
 def set_up_hub(offline: bool) -> Path:
     """Point the hub's client at this project's cache and say whether it may use the network.
 
@@ -47,11 +63,8 @@ def set_up_hub(offline: bool) -> Path:
     The folder of the hub's snapshots.
     """
     if "HF_HOME" not in os.environ:
-        # The login file stays where `hf auth login` puts it.
-        login = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-        os.environ.setdefault("HF_TOKEN_PATH", str(login / "token"))
+        os.environ["HF_TOKEN_PATH"] = str(login_file())
         os.environ["HF_HOME"] = str(cache_root() / "huggingface")
-    home = Path(os.environ["HF_HOME"]).expanduser()
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     # Plain HTTP: its retries, limits and digests are tested; xet is one setting away.
@@ -61,7 +74,7 @@ def set_up_hub(offline: bool) -> Path:
 
     constants.HF_HUB_OFFLINE = offline
     constants.HF_HUB_DISABLE_XET = _is_on("HF_HUB_DISABLE_XET")
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").absolute()
+    return hub_folder()
 
 
 def warn_if_node_local(cache: Path) -> None:

@@ -11,7 +11,7 @@ from time import sleep, time
 from typing import Any
 
 from pharos.errors import CheckFailed, InputError, PharosError
-from pharos.models.cache import set_up_hub
+from pharos.models.cache import login_file, set_up_hub
 from pharos.runtime.log import log_event, warn
 
 TIMEOUT_S = 30.0  # without a byte
@@ -105,10 +105,9 @@ def has_token() -> bool:
     """Whether ``HF_TOKEN``, the file that ``HF_TOKEN_PATH`` names, or the login file has one."""
     if os.environ.get("HF_TOKEN", "").strip():
         return True
-    set_up_hub(offline=True)
     try:
-        return bool(Path(os.environ["HF_TOKEN_PATH"]).expanduser().read_text().strip())
-    except (OSError, UnicodeDecodeError, KeyError):
+        return bool(login_file().read_text(encoding="utf-8").strip())
+    except (OSError, UnicodeDecodeError):
         return False
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from pharos.config import did_you_mean
 from pharos.errors import CheckFailed, InputError
 from pharos.models import gguf
-from pharos.models.cache import TOLD_OFFLINE, cache_root, locked, set_up_hub, warn_if_node_local
+from pharos.models.cache import TOLD_OFFLINE, cache_root, hub_folder, locked, warn_if_node_local
 from pharos.models.client import check_token, hub_errors_in_words, open_hub
 from pharos.models.describe import (
     TEXT_SUFFIXES,
@@ -107,7 +107,7 @@ def find(source: Mapping[str, Any], pin: Path | None) -> tuple[Listing, Path]:
     if pin is not None and commit is None:
         pinned = {"repository": repository, "revision": revision, "commit": listing.commit}
         write_text_atomic(pin, json.dumps(pinned, indent=2) + "\n")
-    return listing, set_up_hub(offline=False)
+    return listing, hub_folder()
 
 
 def _pinned(pin: Path | None, repository: str, revision: str) -> str | None:
@@ -149,8 +149,18 @@ def _listing_path(key: str) -> Path:
 
 def read_listing(repository: str, commit: str) -> Listing | None:
     """What the hub said of a commit before; ``None`` where it was never asked."""
+    return _read(_listing_path(digest_of(["hub", repository, commit])))
+
+
+def read_listings() -> Iterator[Listing]:
+    """Every listing of the cache, by repository and commit."""
+    found = [_read(path) for path in (cache_root() / "listings").glob("*.json")]
+    known = [listing for listing in found if listing is not None]
+    yield from sorted(known, key=lambda listing: (listing.repository, listing.commit))
+
+
+def _read(path: Path) -> Listing | None:
     try:
-        path = _listing_path(digest_of(["hub", repository, commit]))
         record = json.loads(path.read_text(encoding="utf-8"))
         files = {name: Published(**facts) for name, facts in record["files"].items()}
         return Listing(record["repository"], record["commit"], record["licence"], files)
@@ -159,7 +169,10 @@ def read_listing(repository: str, commit: str) -> Listing | None:
 
 
 def fetch(
-    listing: Listing, names: Iterable[str], cache: Path, before: Any = None
+    listing: Listing,
+    names: Iterable[str],
+    cache: Path,
+    before: Callable[[Listing, str], None] | None = None,
 ) -> dict[str, str]:
     """Bring files of a listing into the cache, each as published; returns ``{name: sha256}``.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pharos.errors import CheckFailed
-from pharos.models.cache import cache_root, set_up_hub
+from pharos.models.cache import cache_root, hub_folder
 from pharos.runtime.artifacts import sha256_file
 
 # What the cache says about a model that was converted, beside its files.
@@ -34,7 +34,7 @@ def model_folder(model_result: Mapping[str, Any], model_config: Mapping[str, Any
         return converted_folder(model_result["key"])
     if source["kind"] == "hub":
         name = str(source["repository"]).replace("/", "--")
-        return set_up_hub(offline=True) / f"models--{name}" / "snapshots" / str(source["commit"])
+        return hub_folder() / f"models--{name}" / "snapshots" / str(source["commit"])
     return Path(model_config["dir"])
 
 
