@@ -152,7 +152,7 @@ def test_a_deleted_artifact_is_all_that_is_made_again_and_comes_out_the_same(cop
 
 
 def test_a_run_killed_in_training_goes_on_from_its_checkpoint(finished, workspace, tiny_model):
-    slow = {"rank": 2, "alpha": 4, "batch_size": 1, "epochs": 40, "checkpoint_every_steps": 1}
+    slow = {"rank": 2, "alpha": 4, "batch_size": 1, "epochs": 12, "checkpoint_every_steps": 2}
     workspace.configure(tiny_config(tiny_model, adapters={"lora": slow}))
     run = subprocess.Popen(
         workspace.command("--cores", "2"),
@@ -173,7 +173,7 @@ def test_a_run_killed_in_training_goes_on_from_its_checkpoint(finished, workspac
     workspace.run()
     training = artifacts(workspace)[TRAINING]
     assert training["timing"]["resumed_from"]
-    assert training["result"]["steps"] == 24 * 40
+    assert training["result"]["steps"] == 24 * 12
     assert not list(checkpoints.glob("**/*"))
     assert planned(workspace) == {}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pharos.config import did_you_mean
 from pharos.corpus.stream import Stream
+from pharos.corpus.tables import read_rows
 from pharos.corpus.watch import CATEGORICAL, generate_watch
 from pharos.errors import InputError
 
@@ -27,80 +28,98 @@ def read_corpus(path: Path | str) -> list[Line]:
     ------
     InputError
         In one line with file and line number: not JSON, a key missing or of the wrong type, an
-        ``id`` used twice, a cluster with two labels or in two groups, an empty file.
+        ``id`` used twice, a cluster with two labels, an empty file.
     """
     path = Path(path)
-    rows = list(read_jsonl(path))
-    check_corpus(rows, path)
+    rows = list(read_rows(path))
+    for number, line in rows:
+        for key in COLUMNS:
+            if key not in line:
+                raise InputError(f"{path}:{number}: the key {key!r} is missing{_near(key, line)}")
+            if not isinstance(line[key], bool if key == "label" else str):
+                wanted = "true or false" if key == "label" else "text"
+                raise InputError(f"{path}:{number}: {key} is {line[key]!r}, expected {wanted}")
+    _check(rows, path)
     return [line for _, line in rows]
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, Line]]:
-    """Yield ``(line number, object)`` for every line of a JSONL file that is not blank.
+def read_labelled(
+    path: Path | str, columns: Mapping[str, str], categorical: Sequence[str]
+) -> list[tuple[int, Line]]:
+    """Read any labelled file, and call its columns by the names that corpora use.
+
+    Parameters
+    ----------
+    path
+        JSONL, CSV or Parquet, see :func:`~pharos.corpus.tables.read_rows`.
+    columns
+        What the file calls ``id``, ``text``, ``label``, ``group`` and ``cluster``, where it is
+        something else. A file without ids gets line numbers for them.
+    categorical
+        Further columns to keep, as text; a missing value becomes empty text.
+
+    Returns
+    -------
+    ``(line number, line)``; labels are true, false, or the text of what the file has.
 
     Raises
     ------
     InputError
-        If the file cannot be read, holds no line, or a line is not a JSON object in UTF-8.
+        In one line with file and line number: what :func:`~pharos.corpus.tables.read_rows`
+        refuses, a column missing or misspelt, a text, label, group or cluster missing, an
+        ``id`` used twice, a cluster with two labels.
     """
-    try:
-        rows = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    found = False
-    for number, row in enumerate(rows, start=1):
-        if not row.strip():
-            continue
-        found = True
-        try:
-            value = json.loads(row.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            at = f"byte {error.start + 1}"
-            raise InputError(f"{path}:{number}: not UTF-8 at {at} of the line") from None
-        except ValueError as error:
-            raise InputError(f"{path}:{number}: not JSON: {error}") from None
-        if not isinstance(value, dict):
-            kind = type(value).__name__
-            raise InputError(f"{path}:{number}: a {kind} where a JSON object is expected")
-        yield number, value
-    if not found:
-        raise InputError(f"{path}: the file is empty; one JSON object a line is expected")
+    path = Path(path)
+    names = {key: columns.get(key, key) for key in COLUMNS}
+    rows = []
+    unlabelled = []
+    for number, row in read_rows(path):
+        where = f"{path}:{number}"
+        row = {names["id"]: str(number), **row} if names["id"] == "id" else row
+        for column in (*names.values(), *categorical):
+            if column not in row:
+                raise InputError(f"{where}: the column {column!r} is missing{_near(column, row)}")
+        line: Line = {
+            key: _as_text(row[names[key]], f"{where}: {names[key]}")
+            for key in COLUMNS
+            if key != "label"
+        }
+        line["label"] = _as_label(row[names["label"]], f"{where}: {names['label']}")
+        line |= {column: _as_category(row[column], f"{where}: {column}") for column in categorical}
+        if line["label"] is None:
+            unlabelled.append(number)
+        for key in ("id", "group", "cluster"):
+            if not line[key].strip():
+                raise InputError(f"{where}: {names[key]} is empty")
+        rows.append((number, {key: line[key] for key in (*COLUMNS, *categorical)}))
+    if unlabelled:
+        raise InputError(
+            f"{path}:{unlabelled[0]}: {names['label']} is empty, in {len(unlabelled)} of "
+            f"{len(rows)} lines; label them or leave them out"
+        )
+    _check(rows, path)
+    return rows
 
 
-def check_corpus(rows: Sequence[tuple[int, Line]], path: Path) -> None:
-    """Refuse rows, ``(line number, line)``, that are not a corpus."""
+def _check(rows: Sequence[tuple[int, Line]], path: Path) -> None:
+    """Refuse lines that contradict each other or hold no text."""
     seen: dict[str, int] = {}
-    clusters: dict[str, tuple[bool, str, int]] = {}
+    clusters: dict[str, tuple[Any, int]] = {}
     for number, line in rows:
         where = f"{path}:{number}"
-        for key in COLUMNS:
-            if key not in line:
-                raise InputError(f"{where}: the key {key!r} is missing{_nearest(key, line)}")
-            expected = bool if key == "label" else str
-            if not isinstance(line[key], expected):
-                wanted = "true or false" if key == "label" else "text"
-                raise InputError(f"{where}: {key} is {line[key]!r}, expected {wanted}")
-            if key != "label" and not _is_unicode(line[key]):
+        for key, value in line.items():
+            if isinstance(value, str) and not _is_unicode(value):
                 raise InputError(f"{where}: {key} holds half a surrogate pair, which is no text")
         if not line["text"].strip():
             raise InputError(f"{where}: text is empty")
-        if line["id"] in seen:
-            raise InputError(
-                f"{where}: id {line['id']!r} is used twice, first in line {seen[line['id']]}"
-            )
-        seen[line["id"]] = number
-        label, group, first = clusters.setdefault(
-            line["cluster"], (line["label"], line["group"], number)
-        )
+        first = seen.setdefault(line["id"], number)
+        if first != number:
+            raise InputError(f"{where}: id {line['id']!r} is used twice, first in line {first}")
+        label, first = clusters.setdefault(line["cluster"], (line["label"], number))
         if label != line["label"]:
             raise InputError(
                 f"{where}: cluster {line['cluster']!r} has two labels, here "
                 f"{_json(line['label'])} and {_json(label)} in line {first}"
-            )
-        if group != line["group"]:
-            raise InputError(
-                f"{where}: cluster {line['cluster']!r} is in two groups, here "
-                f"{line['group']!r} and {group!r} in line {first}"
             )
 
 
@@ -112,7 +131,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _nearest(key: str, line: Mapping[str, Any]) -> str:
+def _near(key: str, line: Mapping[str, Any]) -> str:
     return did_you_mean(key, sorted(map(str, line)))
 
 
@@ -120,8 +139,36 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _as_text(value: Any, where: str) -> str:
+    """Text as it is; a number or boolean as JSON writes it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | int | float):
+        return _json(value)
+    raise InputError(f"{where} is {_shown(value)}, expected text")
+
+
+def _as_category(value: Any, where: str) -> str:
+    return "" if value is None else _as_text(value, where)
+
+
+def _as_label(value: Any, where: str) -> bool | str | None:
+    """A label as true, false or text; ``None`` where it is missing."""
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):
+        return None
+    if isinstance(value, bool):
+        return value
+    text = _as_text(value, where)
+    # CSV has no types: what pandas writes there is True and False.
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else repr(value)
+
+
 def import_corpus(corpus: Mapping[str, Any], seed: int) -> list[Line]:
-    """Bring a user's own JSONL file into the shape of a corpus.
+    """Bring a user's own file into the shape of a corpus.
 
     Parameters
     ----------
@@ -135,54 +182,30 @@ def import_corpus(corpus: Mapping[str, Any], seed: int) -> list[Line]:
     Raises
     ------
     InputError
-        As :func:`read_corpus`, or if no line or every line is positive.
+        As :func:`read_labelled`, or if no line or every line is positive.
     """
     path = Path(corpus["file"])
-    columns = {key: corpus["columns"].get(key, key) for key in COLUMNS}
-    rows: list[tuple[int, Line]] = []
-    labels: Counter[str] = Counter()
-    for number, row in read_jsonl(path):
-        for column in [*columns.values(), *corpus["categorical"]]:
-            if column not in row:
-                raise InputError(
-                    f"{path}:{number}: the column {column!r} is missing{_nearest(column, row)}"
-                )
-        line: Line = {
-            key: _as_text(row[column], f"{path}:{number}: {column}")
-            for key, column in columns.items()
-            if key != "label"
-        }
-        label = row[columns["label"]]
-        if label is None or isinstance(label, dict | list):
-            raise InputError(f"{path}:{number}: {columns['label']} is {_json(label)}, not a label")
-        labels[_json(label)] += 1
-        # true is not 1 here: the label and `positive` must be of one type.
-        line["label"] = _json(label) == _json(corpus["positive"])
-        for column in corpus["categorical"]:
-            line[column] = _as_text(row[column], f"{path}:{number}: {column}")
-        rows.append((number, {key: line[key] for key in (*COLUMNS, *corpus["categorical"])}))
-    check_corpus(rows, path)
-    positive = _json(corpus["positive"])
-    if labels[positive] in (0, len(rows)):
-        how_many = "no line" if labels[positive] == 0 else "every line"
+    rows = read_labelled(path, corpus["columns"], corpus["categorical"])
+    positive = corpus["positive"]
+    # Without types of its own (CSV) a file writes true as text.
+    wanted = positive if isinstance(positive, str) else _json(positive)
+    found = Counter(_label_text(line["label"]) for _, line in rows)
+    if found[wanted] in (0, len(rows)):
+        how_many = "no line" if found[wanted] == 0 else "every line"
         raise InputError(
-            f"{path}: {how_many} has the label {positive} that counts as positive; "
-            f"found {', '.join(sorted(labels)[:8])}"
+            f"{path}: {how_many} has the label {wanted} that counts as positive; "
+            f"found {', '.join(sorted(found)[:8])}"
         )
     by_cluster: dict[str, list[Line]] = {}
     for _, line in rows:
+        line["label"] = _label_text(line["label"]) == wanted
         by_cluster.setdefault(line["cluster"], []).append(line)
     order = Stream("import", seed).shuffled(list(by_cluster))
     return [line for cluster in order for line in by_cluster[cluster]]
 
 
-def _as_text(value: Any, where: str) -> str:
-    """Text as it is; a number or boolean as JSON writes it."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool | int | float):
-        return _json(value)
-    raise InputError(f"{where} is {_json(value)}, expected text")
+def _label_text(label: bool | str) -> str:
+    return label if isinstance(label, str) else _json(label)
 
 
 def build_corpus(task: Mapping[str, Any], seed: int) -> tuple[list[Line], dict[str, Any]]:
