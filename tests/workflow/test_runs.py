@@ -208,7 +208,7 @@ def leaky_corpus(path):
             label = number % 2 == 0
             line = {
                 "name": f"n{number}",
-                "body": "word " * (30 if label else 8) + f"end {number % 7}",
+                "body": "word " * (30 if label else 8) + f"end {number}",
                 "urgent": "yes" if label else "no",
                 "site": f"site {number % 5}",
                 "event": f"e{number}",

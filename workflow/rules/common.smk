@@ -38,6 +38,12 @@ def train_seed_of(task, test_seed):
     return {test: train for train, test in seed_pairs(TASKS[task])}[int(test_seed)]
 
 
+def held_out_events(task, train_seed):
+    """How many events at the back of a training corpus are tested; None if it only trains."""
+    shared = any(pair == (int(train_seed),) * 2 for pair in seed_pairs(TASKS[task]))
+    return TASKS[task]["test_events"] if shared else None
+
+
 def corpus_settings(task):
     """What a corpus depends on; a user's file must also hold enough events for its cut."""
     keys = ["corpus"]

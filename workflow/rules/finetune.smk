@@ -39,6 +39,7 @@ rule finetune:
         device=CONFIG["device"],
         prompt=lambda wc: TASKS[wc.task]["prompt"],
         train_events=lambda wc: TASKS[wc.task]["train_events"],
+        test_events=lambda wc: held_out_events(wc.task, wc.seed),
         adapter=lambda wc: {
             key: value
             for key, value in ADAPTERS[wc.adapter].items()

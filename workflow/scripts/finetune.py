@@ -9,9 +9,10 @@ def main(snakemake):
     """Run the rule ``finetune``."""
     with job(snakemake.log[0], snakemake.threads) as running:
         from pharos.corpus.files import read_corpus
-        from pharos.corpus.items import train_items
+        from pharos.corpus.items import held_out_items, train_items
         from pharos.evaluate.prompts import PromptBuilder
         from pharos.finetune.checkpoints import clear_checkpoints
+        from pharos.finetune.data import check_contamination
         from pharos.finetune.train import train_adapter
         from pharos.models.load import load_model
         from pharos.models.sources import base_identity
@@ -19,7 +20,11 @@ def main(snakemake):
 
         files, params, wildcards = snakemake.input, snakemake.params, snakemake.wildcards
         fetched = read_artifact(files.model, "model")["result"]
-        items = train_items(read_corpus(files.corpus), params.prompt["unit"], params.train_events)
+        lines, unit = read_corpus(files.corpus), params.prompt["unit"]
+        items = train_items(lines, unit, params.train_events)
+        if params.test_events is not None:
+            tested = held_out_items(lines, unit, params.test_events)
+            items, _ = check_contamination(items, tested, same_corpus=True)
         loaded = load_model(fetched, params.model, params.device)
         training = train_adapter(
             loaded,
