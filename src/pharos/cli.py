@@ -33,12 +33,14 @@ def build_parser() -> argparse.ArgumentParser:
     """Make the command line's parser."""
     from pharos.gate import command as gate_command
     from pharos.gate import compare
+    from pharos.models import command as models_command
 
     parser = argparse.ArgumentParser(prog="pharos", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pharos {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     gate_command.add_parser(subparsers)
     compare.add_parser(subparsers)
+    models_command.add_parser(subparsers)
     context = subparsers.add_parser(
         "context", help="print the CPUs, thread limits and pools a job would get here"
     )

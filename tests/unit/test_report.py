@@ -370,5 +370,5 @@ def test_numbers_of_another_version_of_a_model_are_refused(tmp_path):
     model = json.loads(Path(paths["models"][0]).read_text())
     model["result"]["version"] = "c0ffee" * 8
     Path(paths["models"][0]).write_text(json.dumps(model))
-    with pytest.raises(CheckFailed, match="made with version b179b179b179 .* fetched is c0ffee"):
+    with pytest.raises(CheckFailed, match=r"made with version b179b179b179 .* fetched is c0ffee"):
         build_report(**paths, out_dir=tmp_path / "report", title="t")

@@ -10,6 +10,7 @@ from pharos.cluster.coordinator import (
 )
 from pharos.config import check_config_file, load_config, seed_pairs
 from pharos.errors import InputError, explained
+from pharos.models.check import check_before_run
 from pharos.runtime.artifacts import sha256_file
 
 with explained():
@@ -85,8 +86,16 @@ def corpus_identity(task):
     return settings
 
 
+def adapter_source(adapter):
+    """Where an adapter that is not trained here comes from; empty for one that is."""
+    settings = ADAPTERS.get(adapter, {})
+    return {key: settings[key] for key in ("hub", "dir") if key in settings}
+
+
 def adapter_file(model, task, test_seed, adapter, name):
     """A file of the adapter that is tested on a corpus seed."""
+    if adapter_source(adapter):
+        return f"results/adapters/{model}/{adapter}/{name}"
     train_seed = train_seed_of(task, test_seed)
     return f"results/finetune/{model}/{task}/seed{train_seed}/{adapter}/{name}"
 
@@ -101,16 +110,29 @@ def evaluation_input(wc):
         cell = (wc.model, wc.task, wc.seed, wc.variant)
         files["adapter"] = adapter_file(*cell, "adapter_model.safetensors")
         files["adapter_config"] = adapter_file(*cell, "adapter_config.json")
-        train_seed = train_seed_of(wc.task, wc.seed)
-        files["trained_on"] = ancient(
-            f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
-        )
+        if not adapter_source(wc.variant):
+            train_seed = train_seed_of(wc.task, wc.seed)
+            files["trained_on"] = ancient(
+                f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
+            )
     return files
 
 
-def is_trained(adapter, model, task):
-    """Whether the configuration trains this adapter for this model and task."""
+def is_used(adapter, model, task):
+    """Whether the configuration puts this adapter onto this model for this task."""
     return model in ADAPTERS[adapter]["models"] and task in ADAPTERS[adapter]["tasks"]
+
+
+def check_models():
+    """Stop before the first job when a model that a job needs is damaged in the cache."""
+    names = {"load": set(), "fetch": set()}
+    for job in workflow.dag.needrun_jobs():
+        if job.rule.name in ("evaluate", "finetune"):
+            names["load"].add(job.wildcards.model)
+        elif job.rule.name == "prefetch":
+            names["fetch"].add(job.wildcards.model)
+    with explained():
+        check_before_run(MODELS, names["load"], names["fetch"])
 
 
 # One entry for each evaluation; (model, task, test seed, variant).
@@ -119,9 +141,10 @@ EVALUATIONS = [
     for model in MODELS
     for task in TASKS
     for seed in TASKS[task]["seeds"]["test"]
-    for variant in ["base", *[a for a in ADAPTERS if is_trained(a, model, task)]]
+    for variant in ["base", *[a for a in ADAPTERS if is_used(a, model, task)]]
 ]
 PROMOTIONS = [cell for cell in EVALUATIONS if cell[3] != "base"]
+TRAININGS = [cell for cell in PROMOTIONS if not adapter_source(cell[3])]
 CORPORA = sorted(
     {
         (task, seed)
@@ -148,7 +171,7 @@ ARTIFACTS = {
         f"results/evaluate/{model}/{task}/seed{seed}/{variant}.json"
         for model, task, seed, variant in EVALUATIONS
     ],
-    "trainings": sorted({adapter_file(*cell, "training.json") for cell in PROMOTIONS}),
+    "trainings": sorted({adapter_file(*cell, "training.json") for cell in TRAININGS}),
     "promotions": [
         f"results/gate/promotion/{model}/{task}/seed{seed}/{variant}.json"
         for model, task, seed, variant in PROMOTIONS
@@ -165,6 +188,6 @@ COMPANIONS = [
         for path in ARTIFACTS["evaluations"]
     ),
     *sorted(
-        {adapter_file(*cell, name) for cell in PROMOTIONS for name in ADAPTER_FILES}
+        {adapter_file(*cell, name) for cell in TRAININGS for name in ADAPTER_FILES}
     ),
 ]

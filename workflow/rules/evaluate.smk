@@ -31,7 +31,9 @@ rule evaluate:
         corpus=lambda wc: corpus_identity(wc.task),
         prompt=lambda wc: TASKS[wc.task]["prompt"],
         train_events=lambda wc: (
-            TASKS[wc.task]["train_events"] if wc.variant != "base" else None
+            TASKS[wc.task]["train_events"]
+            if wc.variant != "base" and not adapter_source(wc.variant)
+            else None
         ),
         test_events=lambda wc: TASKS[wc.task]["test_events"],
         evaluation=CONFIG["evaluation"],

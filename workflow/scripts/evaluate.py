@@ -23,6 +23,7 @@ def main(snakemake):
         adapter_folder, contamination = None, None
         if wildcards.variant != "base":
             adapter_folder = Path(files.adapter).parent
+        if files.get("trained_on"):
             trained = train_items(read_corpus(files.trained_on), unit, params.train_events)
             same_corpus = files.trained_on == files.corpus
             _, contamination = check_contamination(trained, items, same_corpus)
@@ -31,6 +32,9 @@ def main(snakemake):
         builder = PromptBuilder(loaded.tokenizer, params.prompt)
         predictions, facts = evaluate_items(loaded, builder, items, params.evaluation)
         measured = measure(predictions, params.evaluation)
+        if adapter_folder is not None and contamination is None:
+            concern = "the adapter was trained elsewhere; whether it saw these texts is not known"
+            measured["concerns"] = [*measured["concerns"], concern]
         write_jsonl_atomic(snakemake.output.predictions, predictions)
         running.write(
             snakemake.output.evaluation,

