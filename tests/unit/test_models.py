@@ -8,6 +8,7 @@ import shutil
 import time
 
 import pytest
+import safetensors.torch
 import torch
 
 import tiny_models
@@ -495,3 +496,23 @@ def test_four_bits_load_and_answer_where_the_library_is(tmp_path):
         fine = score(loaded.model, *asked)[0]
     assert coarse["positive"] == pytest.approx(fine["positive"], abs=0.5)
     assert coarse != fine
+
+
+def test_a_model_whose_files_lack_a_weight_is_refused(folder):
+    file = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    del weights["model.layers.0.mlp.down_proj.weight"]
+    safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+    result = fetched(folder)
+    with pytest.raises(CheckFailed, match=r"missing keys: model\.layers\.0\.mlp\.down_proj"):
+        load_model(result, {"dir": str(folder), **FULL})
+
+
+def test_an_index_that_cannot_be_reached_is_named_as_the_cause(monkeypatch):
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with pytest.raises(CheckFailed, match="the package index cannot be reached"):
+        prefetch("tiny", source("0" * 64))

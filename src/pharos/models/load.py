@@ -79,9 +79,15 @@ def load_model(
     }
     if model_config["precision"] == "nf4":
         options["quantization_config"] = _four_bits(getattr(torch, dtype))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, **options
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **options,
     )
+    _refuse_incomplete(loading)
     if adapter_dir is not None:
         import peft
 
@@ -96,6 +102,18 @@ def load_model(
         attention=model_config["attention"],
         context_length=context_length_of(model.config),
     )
+
+
+def _refuse_incomplete(loading: Mapping[str, Any]) -> None:
+    """Weights that the files lack would be random numbers, and the scores with them."""
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        names = sorted(str(name) for name in loading.get(what) or ())
+        if names:
+            raise CheckFailed(
+                f"the model's files do not hold all of its weights ({what.replace('_', ' ')}: "
+                f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}); take a "
+                "complete model"
+            )
 
 
 def load_tokenizer(folder: Path | str) -> Any:
