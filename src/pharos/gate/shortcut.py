@@ -13,6 +13,7 @@ from pharos.gate.judge import HALF, Judge, mean_auc
 from pharos.gate.local import RankedFeatures, feature_aucs, most_striking
 from pharos.gate.null import summarise
 from pharos.gate.power import smallest_leak
+from pharos.gate.probes import MOST_CROSSED
 from pharos.runtime.artifacts import digest_of
 from pharos.runtime.log import Progress
 
@@ -107,6 +108,7 @@ def shortcut_gate(
         "local": local,
         "features": _features(ranked, features, design, folds[kind], of_kind),
         "constant_features": list(features.constant),
+        "uncrossed_features": list(features.names[MOST_CROSSED:]),
         "null": summarise([float(value) for value in null]) if null else None,
         "power": power,
         "certificate": judge.certificate(kind),
