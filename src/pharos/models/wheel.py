@@ -19,14 +19,6 @@ from pharos.runtime.log import log_event
 
 ATTEMPTS = 2
 MEMBER = "member.gguf"
-UNREACHABLE = (
-    "Failed to establish a new connection",
-    "Connection refused",
-    "ConnectTimeout",
-    "name resolution",
-    "Network is unreachable",
-    "Connection broken",
-)
 
 
 class _Damaged(Exception):
@@ -105,9 +97,9 @@ def _fetched_wheel(source: Mapping[str, Any], downloads: Path) -> Path:
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
         reason = errors[-1].removeprefix("ERROR:").strip() if errors else "pip said nothing"
-        # Without an index pip ends with "no matching distribution", which is not the cause.
-        if any(sign in done.stdout for sign in UNREACHABLE):
-            reason = "the package index cannot be reached; prefetch needs a network"
+        # What pip says of an index that it cannot reach is the same as of an unknown package.
+        if "(from versions: none)" in done.stdout:
+            reason = "the package index has no such package, or cannot be reached from here"
         raise CheckFailed(f"pip could not fetch {requirement}: {reason}")
     wheel = downloads / fetched[0].name
     fetched[0].rename(wheel)
