@@ -61,3 +61,7 @@ def _context(arguments: argparse.Namespace) -> int:
 
     print(json.dumps(run_context(binding), indent=2))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -284,6 +285,24 @@ def test_without_adapters_there_is_a_report_all_the_same(workspace, tiny_model):
     workspace.configure(tiny_config(tiny_model, adapters={}))
     workspace.run()
     assert (workspace.folder / "results/report/index.html").is_file()
+
+
+def test_the_gates_values_of_two_runs_can_be_compared(copy):
+    copy.run("determinism")
+    values = copy.folder / "results/determinism/gates.json"
+    errors = list(Draft202012Validator(SCHEMA).iter_errors(json.loads(values.read_text())))
+    assert errors == []
+    compare = [sys.executable, "-m", "pharos.cli", "compare"]
+    same = subprocess.run([*compare, values, values], capture_output=True, text=True)
+    assert (same.returncode, len(same.stdout.splitlines()) >= 2) == (0, True)
+    other = json.loads(values.read_text())
+    other["result"]["seeds"][0]["hex"] = "0x1.8000000000000p-1"
+    changed = copy.folder / "changed.json"
+    changed.write_text(json.dumps(other))
+    assert subprocess.run([*compare, values, changed], capture_output=True).returncode == 1
+    base = copy.folder / "results/evaluate/tiny/watch/seed7/base.json"
+    assert subprocess.run([*compare, base, base], capture_output=True).returncode == 0
+    assert subprocess.run([*compare, values, base], capture_output=True).returncode == 2
 
 
 def test_snakemakes_own_report_can_be_made(copy):

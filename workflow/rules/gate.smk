@@ -96,3 +96,28 @@ rule promotion_gate:
         settings=CONFIG["promotion_gate"],
     script:
         "../scripts/promotion_gate.py"
+
+
+rule determinism:
+    """Gather the gate's exact values, to be held against those of another machine."""
+    input:
+        gates=ARTIFACTS["shortcuts"],
+        manifests=[
+            f"results/corpus/{task}/seed{seed}.manifest.json" for task, seed in CORPORA
+        ],
+    output:
+        "results/determinism/gates.json",
+    log:
+        "results/logs/determinism.log",
+    benchmark:
+        "results/benchmarks/determinism.tsv"
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=5,
+    params:
+        corpora=CORPORA,
+    script:
+        "../scripts/determinism.py"
