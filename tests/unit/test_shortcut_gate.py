@@ -149,8 +149,9 @@ def test_the_result_holds_what_others_read_and_its_own_digest():
 def test_how_many_shuffles_are_worked_on_at_once_changes_nothing(monkeypatch):
     lines = watch()
     whole = gate(lines)
-    for name in ("judge.AT_ONCE", "shortcut.AT_ONCE", "probes.CELLS", "probes.PAIR_CELLS"):
+    for name in ("judge.AT_ONCE", "shortcut.AT_ONCE"):
         monkeypatch.setattr(f"pharos.gate.{name}", 1)
+    monkeypatch.setattr("pharos.gate.probes.AT_ONCE", 7)
     monkeypatch.setattr("pharos.gate.probes.ROWS", 17)
     assert gate(lines) == whole
 

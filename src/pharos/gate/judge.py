@@ -1,6 +1,6 @@
 """Holding groups out in turn, and ranking each with probes fitted on the rest."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pharos.gate.certificate import certify
 from pharos.gate.design import Design
 from pharos.gate.exact import twice_mann_whitney
-from pharos.gate.probes import PROBES, Fold, make_fold
+from pharos.gate.probes import PROBES, Probe, make_fold
 from pharos.runtime.log import Progress
 
 AT_ONCE = 1 << 24  # lines times labellings whose labels are spread over the lines at once
@@ -56,32 +56,53 @@ class Judge:
         """All groups that are held out."""
         return sorted({group for groups in self.folds.values() for group in groups})
 
-    def _split(self, group: int) -> tuple[npt.NDArray[np.bool_], Fold]:
-        held_out = self.design.groups == group
-        return held_out, make_fold(self.values, held_out)
+    def judge(
+        self, labels: npt.NDArray[Any], progress: Progress | None = None
+    ) -> tuple[Rankings, dict[tuple[int, str], dict[str, Any]]]:
+        """Fit and rank for every labelling of the clusters, ``labels`` (k, labellings).
 
-    def rankings(self, labels: npt.NDArray[Any], progress: Progress | None = None) -> Rankings:
-        """Fit and rank for every labelling of the clusters, ``labels`` (k, labellings)."""
-        rankings: Rankings = {(kind, name): [] for kind in self.folds for name in self.probes}
+        Returns
+        -------
+        The rankings of every class and probe, a fold each; and for each class and probe how safe
+        the ranks of the first labelling are, see :func:`~pharos.gate.certificate.certify`.
+        """
+        keys = [(kind, name) for kind in self.folds for name in self.probes]
+        rankings: Rankings = {key: [] for key in keys}
+        unrounded: dict[tuple[int, str], list[Any]] = {key: [] for key in keys}
         for group in self.groups:
-            held_out, fold = self._split(group)
+            held_out = self.design.groups == group
+            ids = [self.design.ids[line] for line in np.flatnonzero(held_out)]
+            fold = make_fold(self.values, held_out)
             for name in self.probes:
                 probe = PROBES[name](fold)
                 for kind, groups in self.folds.items():
                     if group not in groups:
                         continue
-                    parts = []
-                    for some in _batches(labels, len(held_out)):
-                        of_kind = self.design.of_lines(some == kind)
-                        inside = np.ascontiguousarray(of_kind[held_out].T)
-                        scores = probe.scores(of_kind[~held_out])
-                        parts.append(twice_mann_whitney(np.ascontiguousarray(scores.T), inside))
-                    positives = self._count(labels == kind, held_out)
-                    pairs = positives * (int(held_out.sum()) - positives)
-                    rankings[kind, name].append(Ranking(group, np.concatenate(parts), 2 * pairs))
+                    first = self.design.of_lines(labels[:, 0] == kind)
+                    scores = probe.unrounded(first[~held_out])
+                    unrounded[kind, name].append((scores, first[held_out], ids))
+                    rankings[kind, name].append(self._rank(probe, labels == kind, group))
                 if progress is not None:
                     progress.advance()
-        return rankings
+        return rankings, {key: certify(folds) for key, folds in unrounded.items()}
+
+    def rankings(self, labels: npt.NDArray[Any]) -> Rankings:
+        """The first of what :meth:`judge` returns."""
+        return self.judge(labels)[0]
+
+    def _rank(self, probe: Probe, of_kind: npt.NDArray[np.bool_], group: int) -> Ranking:
+        """Rank one group for labels of the clusters, (k, labellings)."""
+        held_out = self.design.groups == group
+        parts = []
+        at_once = max(16, AT_ONCE // len(held_out))
+        for start in range(0, of_kind.shape[1], at_once):
+            labels = self.design.of_lines(of_kind[:, start : start + at_once])
+            inside = np.ascontiguousarray(labels[held_out].T)
+            scores = probe.scores(labels[~held_out])
+            parts.append(twice_mann_whitney(np.ascontiguousarray(scores.T), inside))
+        positives = self._count(of_kind, held_out)
+        pairs = positives * (int(held_out.sum()) - positives)
+        return Ranking(group, np.concatenate(parts), 2 * pairs)
 
     def _count(
         self, of_kind: npt.NDArray[np.bool_], held_out: npt.NDArray[np.bool_]
@@ -96,21 +117,3 @@ class Judge:
         return [
             max(abs(mean_auc(ranked, k) - HALF) for ranked in rankings.values()) for k in labellings
         ]
-
-    def certificate(self, kind: int) -> dict[str, Any]:
-        """How safe the ranks of each probe are, for the real labels and one class."""
-        of_kind = self.design.of_lines(self.design.labels == kind)
-        held: dict[str, list[Any]] = {name: [] for name in self.probes}
-        for group in self.folds[kind]:
-            held_out, fold = self._split(group)
-            ids = [self.design.ids[line] for line in np.flatnonzero(held_out)]
-            for name in self.probes:
-                scores = PROBES[name](fold).unrounded(of_kind[~held_out])
-                held[name].append((scores, of_kind[held_out], ids))
-        return {name: certify(folds) for name, folds in held.items()}
-
-
-def _batches(labels: npt.NDArray[Any], lines: int) -> Iterator[npt.NDArray[Any]]:
-    at_once = max(16, AT_ONCE // lines)
-    for start in range(0, labels.shape[1], at_once):
-        yield labels[:, start : start + at_once]

@@ -8,6 +8,7 @@ of them. A labelling's scores do not depend on the others of its batch.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -41,8 +42,8 @@ FINE_RESIDUAL_BITS = 44
 STALE = 2.0**-9  # a Hessian is made anew after a step this large
 CONVERGED = 2.0**-40  # Newton's decrement: the squared length of the last step in the Hessian
 MOST_STEPS = 100
-CELLS = 1 << 18  # lines times labellings of the linear probe worked on at once
-PAIR_CELLS = 1 << 22  # lines times pairs of columns that are kept
+AT_ONCE = 512  # labellings, and
+BLOCK_ROWS = 256  # lines, that the linear probe works on at once: they stay in the cache
 
 KERNEL_L2 = 0.3  # a line
 KERNEL_BITS = 12
@@ -115,20 +116,17 @@ class LinearProbe:
         self.ridge[-1] = 0.0  # the intercept is free
         self.column_sum = self.x.sum(axis=0)[:, None]
         self.pair_sum = np.zeros((len(self.upper[0]), 1))
-        self.pair_size = np.zeros(len(self.upper[0]))
-        self.kept: list[tuple[slice, Floats]] | None = None
-        if n * len(self.upper[0]) <= PAIR_CELLS:
-            self.kept = list(self._pairs())
-        for _, pairs in self._pairs():
+        self.pair_size = 0.0
+        for rows in _blocks(n):
+            pairs = self._pairs(rows)
             self.pair_sum += pairs.sum(axis=0)[:, None]
-            self.pair_size += np.abs(pairs).sum(axis=0)
+            self.pair_size = max(self.pair_size, float(np.abs(pairs).sum(axis=0).max()))
 
     def scores(self, labels: Labels) -> Integers:
         """See :class:`Probe`."""
-        at_once = max(16, CELLS // len(self.x))
         parts = [
-            self._fit(labels[:, start : start + at_once])
-            for start in range(0, labels.shape[1], at_once)
+            self._fit(labels[:, start : start + AT_ONCE])
+            for start in range(0, labels.shape[1], AT_ONCE)
         ]
         return _on_score_grid(self._raw(np.hstack(parts)))
 
@@ -140,9 +138,8 @@ class LinearProbe:
         """
         labels = labels[:, None]
         beta = self._fit(labels)
-        weight = self._weights(labels)
-        p, slope = self._gradient(beta, weight, labels.astype(np.float64), FINE_RESIDUAL_BITS)
-        inverse = inverse_of_lower(np.tril(self._factors(p, weight)[:, :, 0]))
+        slope, factor = self._sweep(beta, labels, np.array([True]), FINE_RESIDUAL_BITS)
+        inverse = inverse_of_lower(np.tril(factor[:, :, 0]))
         bits = 30 - int(np.frexp(np.abs(inverse).max())[1])
         lengths = exact_product(to_grid(inverse, bits), self.test.T) * 2.0 ** -(bits + X_BITS)
         left = norm(np.array([math.fsum((row * slope[:, 0]).tolist()) for row in inverse]))
@@ -151,91 +148,77 @@ class LinearProbe:
     def _raw(self, beta: Floats) -> Floats:
         return exact_product(self.test, beta) * 2.0 ** -(X_BITS + COEFFICIENT_BITS)
 
-    def _pairs(self) -> Iterator[tuple[slice, Floats]]:
-        """Products of two columns, from which every Hessian is summed, some lines at a time."""
-        if self.kept is not None:
-            yield from self.kept
-            return
-        for start in range(0, len(self.x), ROWS):
-            rows = slice(start, start + ROWS)
-            left, right = self.x[rows, self.upper[0]], self.x[rows, self.upper[1]]
-            yield rows, left * right
+    def _pairs(self, rows: slice) -> Floats:
+        """Products of two columns, in the order of ``upper``: Hessians are sums of these."""
+        x = self.x[rows]
+        return np.hstack([x[:, i : i + 1] * x[:, i:] for i in range(x.shape[1])])
+
+    def _fit(self, labels: Labels) -> Floats:
+        """Coefficients in units of ``2**-COEFFICIENT_BITS``, (d, labellings)."""
+        beta = np.zeros((self.x.shape[1], labels.shape[1]))
+        slope, factor = self._start(labels)
+        chosen = np.arange(labels.shape[1])
+        for _ in range(MOST_STEPS):
+            step = to_grid(cholesky_solve(factor, slope), COEFFICIENT_BITS)
+            # Near the optimum the Hessian hardly moves, and an old one will do.
+            stale = np.abs(step).max(axis=0) > STALE * 2.0**COEFFICIENT_BITS
+            going = _dots(step, slope) * 2.0**-COEFFICIENT_BITS > CONVERGED
+            now, slope, new = self._move(beta[:, chosen], step, slope, labels, stale)
+            beta[:, chosen] = now
+            if not going.any():
+                return beta
+            factor[:, :, stale] = new
+            if not going.all():
+                chosen, slope, labels = chosen[going], slope[:, going], labels[:, going]
+                factor = factor[:, :, going]
+        raise ArithmeticError(f"the linear probe has not converged in {MOST_STEPS} steps")
 
     def _class_weights(self, labels: Labels) -> tuple[Floats, Floats]:
         n, positives = len(labels), labels.sum(axis=0)
         return n / (2.0 * positives), n / (2.0 * (n - positives))
 
-    def _weights(self, labels: Labels) -> Floats:
-        of_positives, of_negatives = self._class_weights(labels)
-        return np.where(labels, of_positives, of_negatives)
-
-    def _fit(self, labels: Labels) -> Floats:
-        """Coefficients in units of ``2**-COEFFICIENT_BITS``, (d, labellings)."""
-        target = labels.astype(np.float64)
-        weight = self._weights(labels)
-        beta = np.zeros((self.x.shape[1], labels.shape[1]))
-        slope, factor = self._start(target, labels)
-        chosen = np.arange(labels.shape[1])
-        for _ in range(MOST_STEPS):
-            step = to_grid(cholesky_solve(factor, slope), COEFFICIENT_BITS)
-            size = np.abs(step).max(axis=0) * 2.0**-COEFFICIENT_BITS
-            decrement = _dots(step, slope) * 2.0**-COEFFICIENT_BITS
-            now = beta[:, chosen]
-            beta[:, chosen], p, slope = self._move(now, step, slope, weight, target)
-            going = decrement > CONVERGED
-            if not going.any():
-                return beta
-            if not going.all():
-                chosen, p, slope = chosen[going], p[:, going], slope[:, going]
-                factor, size = factor[:, :, going], size[going]
-                weight, target = weight[:, going], target[:, going]
-            # Near the optimum the Hessian hardly moves, and an old one will do.
-            stale = size > STALE
-            if stale.all():
-                factor = self._factors(p, weight)
-            elif stale.any():
-                factor[:, :, stale] = self._factors(p[:, stale], weight[:, stale])
-        raise ArithmeticError(f"the linear probe has not converged in {MOST_STEPS} steps")
-
-    def _start(self, target: Floats, labels: Labels) -> tuple[Floats, Floats]:
+    def _start(self, labels: Labels) -> tuple[Floats, Floats]:
         """Slope and factored Hessian where all coefficients are zero and p is one half."""
         of_positives, of_negatives = self._class_weights(labels)
-        slope = (self.x.T @ target) * ((of_positives + of_negatives) / 2.0)
+        slope = np.zeros((self.x.shape[1], labels.shape[1]))
+        sums = np.zeros((len(self.pair_sum), labels.shape[1]))
+        for rows in _blocks(len(self.x)):
+            target = labels[rows].astype(np.float64)
+            slope += self.x[rows].T @ target
+            sums += self._pairs(rows).T @ target
+        slope = slope * ((of_positives + of_negatives) / 2.0)
         slope = (slope - self.column_sum * (of_negatives / 2.0)) * 2.0**-X_BITS
-        sums = np.zeros((len(self.pair_sum), target.shape[1]))
-        for rows, pairs in self._pairs():
-            sums += pairs.T @ target[rows]
         sums = sums * (of_positives - of_negatives) + self.pair_sum * of_negatives
         return slope, self._factored(sums * (0.25 * 4.0**-X_BITS))
 
-    def _gradient(
-        self, beta: Floats, weight: Floats, target: Floats, bits: int = RESIDUAL_BITS
+    def _sweep(
+        self, beta: Floats, labels: Labels, curved: Labels, bits: int = RESIDUAL_BITS
     ) -> tuple[Floats, Floats]:
-        """Predicted probabilities, and the slope of the penalised log-likelihood."""
-        p = sigmoid(exact_product(self.x, beta), 2.0 ** -(X_BITS + COEFFICIENT_BITS))
-        residual = target - p
-        residual *= weight
-        residual *= 2.0**bits
-        np.rint(residual, out=residual)
-        slope = exact_product(self.x.T, residual) * 2.0 ** -(X_BITS + bits)
-        return p, slope - self.ridge * (beta * 2.0**-COEFFICIENT_BITS)
-
-    def _factors(self, p: Floats, weight: Floats) -> Floats:
-        """Cholesky factors of the Hessians, (d, d, labellings)."""
-        curvature = 1.0 - p
-        curvature *= p
-        curvature *= weight
-        # The finest unit in which the sums over lines are exact integers.
-        size = self.pair_size.max() * weight.max(axis=0) * (4.0 / EXACT)
-        unit = 2.0 ** np.frexp(size)[1]
-        curvature *= 1.0 / unit
-        np.rint(curvature, out=curvature)
-        sums = np.zeros((len(self.pair_sum), p.shape[1]))
-        for rows, pairs in self._pairs():
-            sums += pairs.T @ curvature[rows]
-        return self._factored(sums * (unit * 4.0**-X_BITS))
+        """Slope of the penalised log-likelihood, and factored Hessians of those ``curved``."""
+        of_positives, of_negatives = self._class_weights(labels)
+        slope = np.zeros_like(beta)
+        sums = np.zeros((len(self.pair_sum), int(curved.sum())))
+        # The finest unit in which a block's sums are exact integers.
+        largest = np.maximum(of_positives, of_negatives)[curved] * self.pair_size
+        unit = 2.0 ** np.frexp(largest * (4.0 / EXACT))[1]
+        for rows in _blocks(len(self.x)):
+            x, positive = self.x[rows], labels[rows]
+            p = sigmoid(exact_product(x, beta), 2.0 ** -(X_BITS + COEFFICIENT_BITS))
+            weight = np.where(positive, of_positives, of_negatives)
+            residual = (positive - p) * weight
+            residual *= 2.0**bits
+            np.rint(residual, out=residual)
+            slope += exact_product(x.T, residual)
+            if sums.size:
+                curvature = (p * (1.0 - p) * weight)[:, curved] / unit
+                np.rint(curvature, out=curvature)
+                sums += self._pairs(rows).T @ curvature
+        slope *= 2.0 ** -(X_BITS + bits)
+        slope -= self.ridge * (beta * 2.0**-COEFFICIENT_BITS)
+        return slope, self._factored(sums * (unit * 4.0**-X_BITS))
 
     def _factored(self, sums: Floats) -> Floats:
+        """Cholesky factors of the Hessians, (d, d, labellings), from the sums of pairs."""
         d = len(self.ridge)
         hessian = np.empty((d, d, sums.shape[1]))
         hessian[self.upper] = sums
@@ -244,19 +227,19 @@ class LinearProbe:
         return cholesky_batch(hessian)
 
     def _move(
-        self, beta: Floats, step: Floats, slope: Floats, weight: Floats, target: Floats
+        self, beta: Floats, step: Floats, slope: Floats, labels: Labels, curved: Labels
     ) -> tuple[Floats, Floats, Floats]:
         """Take a step, halved where the gradient would grow (never, close to the optimum)."""
-        before = _dots(slope, slope)
+        # Below this the gradient is rounding noise.
+        before = np.maximum(_dots(slope, slope), 2.0**-32 * len(labels))
         for _ in range(MOST_STEPS):
             tried = beta + step
-            p, slope = self._gradient(tried, weight, target)
-            # Below this the gradient is rounding noise.
-            worse = _dots(slope, slope) > np.maximum(before, 2.0**-32 * len(p))
+            slope, factor = self._sweep(tried, labels, curved)
+            worse = _dots(slope, slope) > before
             if not worse.any():
                 break
             step = np.where(worse, np.rint(step / 2.0), step)
-        return tried, p, slope
+        return tried, slope, factor
 
 
 class KernelProbe:
@@ -376,6 +359,13 @@ PROBES: Mapping[str, Callable[[Fold], Probe]] = {
     "kernel": KernelProbe,
     "boosting": BoostingProbe,
 }
+
+
+def _blocks(lines: int) -> list[slice]:
+    """All lines, in blocks of about equal size."""
+    count = -(-lines // BLOCK_ROWS)
+    edges = [lines * k // count for k in range(count + 1)]
+    return [slice(start, end) for start, end in pairwise(edges)]
 
 
 def _with_intercept(x: Floats) -> Floats:

@@ -62,16 +62,18 @@ def shortcut_gate(
     judge = Judge(design, features.values, folds, tuple(settings["probes"]))
     count, seed = int(settings["permutations"]), int(settings["seed"])
 
-    observed = judge.rankings(design.labels[:, None])
-    aucs = {key: mean_auc(rankings) for key, rankings in observed.items()}
-    kind, worst = max(aucs, key=lambda key: abs(aucs[key] - HALF))
-    deviation = abs(aucs[kind, worst] - HALF)
     chance = shuffles(design, folds, seed, count)
-    null: list[Fraction] = []
+    with Progress("shortcut gate", len(judge.groups) * len(judge.probes), "fit") as progress:
+        # The real labels first, then the shuffles.
+        rankings, certificates = judge.judge(
+            np.column_stack([design.labels.astype(np.int8), chance]), progress
+        )
+    aucs = {key: mean_auc(ranked) for key, ranked in rankings.items()}
+    kind, worst = max(aucs, key=lambda key: abs(aucs[key] - HALF))
+    deviation, *others = judge.largest(rankings)
+    null = sorted(others)
     power = p_value = None
     if count:
-        with Progress("shortcut gate", len(judge.groups) * len(judge.probes), "fit") as progress:
-            null = sorted(judge.largest(judge.rankings(chance, progress)))
         p_value = (1 + sum(value >= deviation for value in null)) / (1 + count)
         power = smallest_leak(judge, null, ALPHA, seed)
     ranked = RankedFeatures(features, design)
@@ -100,7 +102,7 @@ def shortcut_gate(
                 "auc": _number(aucs[kind, name]),
                 "folds": [
                     {"group": design.group_names[ranking.group], "auc": _number(ranking.auc())}
-                    for ranking in observed[kind, name]
+                    for ranking in rankings[kind, name]
                 ],
             }
             for name in judge.probes
@@ -111,7 +113,7 @@ def shortcut_gate(
         "uncrossed_features": list(features.names[MOST_CROSSED:]),
         "null": summarise([float(value) for value in null]) if null else None,
         "power": power,
-        "certificate": judge.certificate(kind),
+        "certificate": {name: certificates[kind, name] for name in judge.probes},
         "concerns": [*concerns_of(design, folds, lines), *_concerns(verdict, p_value, count)],
         "settings": {
             "permutations": count,
