@@ -27,7 +27,9 @@ bind_threads(2)
 import threadpoolctl
 from pharos.corpus.files import read_labelled
 from pharos.corpus.watch import CATEGORICAL, generate_watch
+from pharos.gate import power
 from pharos.gate.shortcut import shortcut_gate
+power.LABELLINGS = 2
 settings = {"ceiling": 0.72, "permutations": 20, "seed": 0, "probes": ["linear", "kernel"],
             "leave_out": []}
 shares = {"events": 30, "positive_share": 0.35, "decoy_share": 0.6}

@@ -1,6 +1,7 @@
 """The shortcut gate: it catches what is planted, passes what is clean, refuses what is neither."""
 
 import argparse
+import csv
 import json
 import math
 import random
@@ -12,10 +13,13 @@ from sklearn.linear_model import LogisticRegression
 from pharos.corpus.files import corpus_bytes
 from pharos.corpus.watch import CATEGORICAL, FACTS, facts_in, generate_watch
 from pharos.errors import InputError
+from pharos.gate.certificate import certify
 from pharos.gate.command import add_parser, in_words
+from pharos.gate.design import read_design, shuffles, usable_folds
 from pharos.gate.features import shape_features
 from pharos.gate.null import shuffled, summarise
-from pharos.gate.probes import SCORE_BITS, X_BITS, KernelProbe, LinearProbe, make_fold
+from pharos.gate.power import _bell, _crossing, _following
+from pharos.gate.probes import SCORE_BITS, X_BITS, KernelProbe, LinearProbe, Scores, make_fold
 from pharos.gate.shortcut import shortcut_gate
 from pharos.runtime.artifacts import digest_of
 
@@ -319,6 +323,174 @@ def test_a_column_of_many_values_gives_indicators_for_the_twenty_most_frequent_o
     assert sum(name.startswith("channel=") for name in names) == 20
 
 
+def three_classes(lines):
+    """Every second negative event becomes a third class; the class "red" is made longer."""
+    classed = []
+    for line in lines:
+        odd = int(line["cluster"][-1]) % 2
+        label = "red" if line["label"] else ("green", "blue")[odd]
+        more = " Nothing else to say." * (label == "red")
+        classed.append({**line, "label": label, "text": line["text"] + more})
+    return classed
+
+
+def test_of_more_than_two_classes_the_worst_counts():
+    result = gate(three_classes(watch()))
+    assert result["verdict"] == "LEAK"
+    assert result["worst_class"] == "red"
+    assert [c["class"] for c in result["classes"]] == ["blue", "green", "red"]
+    assert sum(c["n"] for c in result["classes"]) == result["n"]
+    aucs = {c["class"]: c["aucs"]["linear"]["decimal"] for c in result["classes"]}
+    assert aucs["red"] > 0.95
+    assert aucs["red"] > aucs["blue"] > 0.5
+    assert any("class red" in line for line in in_words(result))
+
+
+def test_three_clean_classes_pass_and_their_null_is_that_of_the_worst_of_three():
+    lines = [{**line, "text": line["text"].replace(" Nothing else to say.", "")}
+             for line in three_classes(watch(200))]  # fmt: skip
+    result = gate(lines)
+    assert result["verdict"] == "PASS"
+    two = gate(watch(200))
+    assert result["null"]["mean"]["value"] > two["null"]["mean"]["value"]
+
+
+def test_names_of_two_classes_give_what_true_and_false_give():
+    named = [{**line, "label": "yes" if line["label"] else "no"} for line in watch(60)]
+    results = [gate(corpus, permutations=20) for corpus in (watch(60), named)]
+    assert results[0]["surface_baseline"] == results[1]["surface_baseline"]
+    assert results[0]["null"] == results[1]["null"]
+
+
+def test_a_class_that_no_group_can_be_held_out_for_is_named():
+    lines = watch(60)
+    rare = [{**line, "label": "rare" if k < 3 else str(line["label"])}
+            for k, line in enumerate(lines)]  # fmt: skip
+    result = gate(rare, permutations=20)
+    assert any("class rare was not judged" in concern for concern in result["concerns"])
+    assert next(c for c in result["classes"] if c["class"] == "rare")["aucs"] == {}
+
+
+def test_numbers_are_not_taken_for_classes():
+    lines = [{**line, "label": line["cluster"]} for line in watch(25)]
+    with pytest.raises(InputError, match=r"25 different labels \(e00000, .* are no classes"):
+        gate(lines)
+
+
+def test_clusters_that_span_groups_are_a_concern_and_are_shuffled_among_themselves():
+    groups = ["a", "b", "c"]
+    lines = [{**line, "group": groups[k % 3]} for k, line in enumerate(watch(60))]
+    result = gate(lines)
+    assert any("60 of 60 clusters span groups" in concern for concern in result["concerns"])
+    design = read_design(lines)
+    assert len(set(design.strata)) == 1
+    folds = usable_folds(design)
+    for labels in shuffles(design, folds, 0, 20).T:
+        assert sorted(labels) == sorted(design.labels)
+        assert design.usable(labels, 1) == (0, 1, 2)
+
+
+def test_shuffles_that_leave_a_fold_without_a_class_are_drawn_again():
+    lines = []
+    for k in range(8):
+        for group in ("a", "b"):
+            lines.append({"id": f"{k}{group}", "cluster": str(k), "group": group,
+                          "label": k == 0, "text": "x" * (k + 1)})  # fmt: skip
+    lines.append({"id": "z", "cluster": "z", "group": "a", "label": True, "text": "y"})
+    design = read_design(lines)
+    folds = usable_folds(design)
+    for labels in shuffles(design, folds, 0, 50).T:
+        assert set(folds[1]) <= set(design.usable(labels, 1))
+
+
+def test_a_column_may_be_named_like_a_feature():
+    lines = [{**line, "words": line["voice"]} for line in watch(30)]
+    names = shape_features(lines, ["words"]).names
+    assert "words" in names
+    assert "words (column)" in names
+
+
+def test_one_monstrous_line_breaks_nothing():
+    lines = watch(60)
+    lines[7] = {**lines[7], "text": "word " * 200_000}
+    result = gate(lines, permutations=20)
+    assert 0.3 < result["surface_baseline"]["decimal"] < 0.72
+
+
+def test_a_hundred_thousand_lines_are_judged():
+    lines = [
+        {"id": str(k), "cluster": str(k), "group": "abc"[k % 3], "label": k // 3 % 2 == 0,
+         "text": "long text" if k * 7919 % 101 < 50 else "text"}
+        for k in range(100_000)
+    ]  # fmt: skip
+    result = gate(lines, categorical=[], permutations=0, probes=["linear"])
+    assert result["n"] == 100_000
+    assert result["surface_baseline"]["decimal"] < 0.51
+
+
+def test_the_certificate_says_how_far_every_score_is_from_rounding_the_other_way():
+    result = gate(watch())
+    for name in ("linear", "kernel"):
+        certificate = result["certificate"][name]
+        assert certificate["grid"] == 2.0**-SCORE_BITS
+        assert 0 < certificate["largest_error"] < 0.1 * certificate["grid"]
+        assert 0 <= certificate["nearest_boundary"] <= certificate["grid"] / 2
+        assert certificate["nearest_rank_change"] >= certificate["grid"]
+        assert certificate["in_doubt"] == len(certificate["items"])
+
+
+def test_the_bound_on_the_error_holds():
+    values, held_out, labels = random_fold()
+    fold = make_fold(values, held_out)
+    y = labels[~held_out, 0]
+    x, z = fold.train * 2.0**-X_BITS, fold.test * 2.0**-X_BITS
+    model = LogisticRegression(class_weight="balanced", tol=1e-14, solver="newton-cholesky")
+    expected = model.fit(x, y).decision_function(z)
+    scores = LinearProbe(fold).unrounded(y)
+    assert (np.abs(scores.values - expected) < scores.error + 1e-9).all()
+    assert scores.error.max() < 1e-7
+
+
+def test_scores_next_to_a_boundary_and_to_the_other_class_are_named():
+    unit = 2.0**-SCORE_BITS
+    values = np.array([0.4999, 0.2, 1.0, 7.4999, 7.4999, 20.0]) * unit
+    labels = np.array([True, False, False, True, False, True])
+    scores = Scores(values, np.full(6, 0.001 * unit))
+    found = certify([(scores, labels, list("abcdef"))])
+    # d and e have the same features: they would move together.
+    assert found["items"] == ["a"]
+    assert found["in_doubt"] == 1
+    assert found["nearest_boundary"] == pytest.approx(0.0001 * unit)
+    assert found["nearest_rank_change"] == unit
+    assert certify([(Scores(values, None), labels, list("abcdef"))])["in_doubt"] is None
+
+
+def test_the_power_is_where_the_share_found_crosses_four_in_five():
+    sizes = [(0.51, 0.1), (0.55, 0.5), (0.6, 0.4), (0.7, 0.9), (0.8, 1.0)]
+    table = [{"auc": auc, "found": found} for auc, found in sizes]
+    # 0.5 and 0.4 pool to 0.45; 0.8 lies 7 ninths of the way from there to 0.9.
+    assert _crossing(table) == pytest.approx(0.6 + 0.1 * 7 / 9)
+    assert _crossing(table[:3]) == 1.0
+
+
+def test_planted_labels_keep_the_number_of_positives_of_every_group():
+    design = read_design(watch())
+    wish = np.arange(len(design.labels)) * 7919 % 1000
+    planted = _following(design, 1, wish)
+    for group in range(len(design.group_names)):
+        inside = design.strata == group
+        chosen = planted[inside] == 1
+        assert chosen.sum() == (design.labels[inside] == 1).sum()
+        assert wish[inside][chosen].min() > wish[inside][~chosen].max()
+
+
+def test_a_bell_is_centred_and_symmetric():
+    draws = _bell("a test", 20_000)
+    assert abs(draws.mean()) < 6
+    assert 200 < draws.std() < 218
+    assert abs((draws > 0).mean() - 0.5) < 0.02
+
+
 def command(*arguments):
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
@@ -367,3 +539,23 @@ def test_words_say_what_no_permutations_leave_open():
     said = in_words(gate(watch(), permutations=0))
     assert any("no permutations" in line for line in said)
     assert not any(line.startswith("p value") for line in said)
+
+
+def test_the_command_reads_any_labelled_table(tmp_path, capsys):
+    path = tmp_path / "mail.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["body", "kind", "site", "thread", "via"])
+        for line in plant(watch(60), longer):
+            kind = "spam" if line["label"] else "ham"
+            row = [line["text"], kind, line["group"], line["cluster"], line["channel"]]
+            writer.writerow(row)
+    names = ["--text", "body", "--label", "kind", "--group", "site", "--cluster", "thread"]
+    assert command(path, *names, "--permutations", 30) == 1
+    printed = capsys.readouterr().out
+    assert "180 in 60 clusters" in printed
+    assert command(path, *names, "--permutations", 0, "--leave-out", "via*", "words") == 1
+    with pytest.raises(InputError, match="the column 'thred' is missing; did you mean thread"):
+        command(path, *names, "--cluster", "thred")
+    with pytest.raises(InputError, match="the column 'cluster' is missing"):
+        command(path, *names[:-2])

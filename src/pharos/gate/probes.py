@@ -37,7 +37,7 @@ SCORE_BITS = 20  # scores are rounded to 2**-20 before they are ranked
 
 LINEAR_L2 = 1.0
 COEFFICIENT_BITS = 32
-RESIDUAL_BITS = 27
+RESIDUAL_BITS = 29
 FINE_RESIDUAL_BITS = 44
 STALE = 2.0**-9  # a Hessian is made anew after a step this large
 CONVERGED = 2.0**-40  # Newton's decrement: the squared length of the last step in the Hessian
@@ -49,7 +49,7 @@ KERNEL_L2 = 0.3  # a line
 KERNEL_BITS = 12
 KERNEL_CLIP = 4.0  # deviations
 MOST_CROSSED = 24  # columns of which all pairs are taken
-WEIGHT_BITS = 26
+WEIGHT_BITS = 30
 ROWS = 1 << 13  # lines whose crossed features are held at once
 
 
@@ -140,7 +140,7 @@ class LinearProbe:
         beta = self._fit(labels)
         slope, factor = self._sweep(beta, labels, np.array([True]), FINE_RESIDUAL_BITS)
         inverse = inverse_of_lower(np.tril(factor[:, :, 0]))
-        bits = 30 - int(np.frexp(np.abs(inverse).max())[1])
+        bits = _bits_for(inverse, 30)
         lengths = exact_product(to_grid(inverse, bits), self.test.T) * 2.0 ** -(bits + X_BITS)
         left = norm(np.array([math.fsum((row * slope[:, 0]).tolist()) for row in inverse]))
         return Scores(self._raw(beta)[:, 0], 2.0 * left * np.sqrt(_dots(lengths, lengths)))
@@ -265,7 +265,7 @@ class KernelProbe:
         gram[np.diag_indices(len(gram))] += KERNEL_L2 * n
         self.gram = gram
         inverse = inverse_of_lower(cholesky(gram))
-        self.bits = 30 - int(np.frexp(np.abs(inverse).max())[1])
+        self.bits = _bits_for(inverse, 30)
         self.inverse = to_grid(inverse, self.bits)
 
     def scores(self, labels: Labels) -> Integers:
@@ -279,24 +279,29 @@ class KernelProbe:
     def unrounded(self, labels: Labels) -> Scores:
         """See :class:`Probe`.
 
-        The bound is the length of what the weights leave of the normal equations, over the
-        ridge, which is the least eigenvalue of the matrix at worst.
+        The bound is that of Cauchy and Schwarz on what the weights leave of the normal equations
+        and a line's features, both measured by the inverse of the equations' matrix.
         """
         rounded, unit = self._weights(labels[:, None])
         weights = rounded * (unit * 2.0**KERNEL_BITS)
-        # The matrix in 44 bits: its own rounding is far below what is left over.
+        # The matrix in 40 bits: its own rounding is far below what is left over.
         left = self._moments(labels[:, None]) * 2.0**-KERNEL_BITS
-        fine = 44 - int(np.frexp(np.abs(self.gram).max())[1])
-        weight_bits = 26 - int(np.frexp(np.abs(weights).max())[1])
+        fine = _bits_for(self.gram, 40)
+        weight_bits = _bits_for(weights, WEIGHT_BITS)
         product = exact_product(to_grid(self.gram, fine), to_grid(weights, weight_bits))
         left = left - product * 2.0 ** -(fine + weight_bits)
-        distance = norm(left) / (KERNEL_L2 * len(self.fold.train))
+        left_bits = _bits_for(left, 40)
+        distance = norm(self._whitened(to_grid(left, left_bits)) * 2.0**-left_bits)
         values, error = np.empty(len(self.fold.test)), np.empty(len(self.fold.test))
         for rows, phi in _crossed(self.fold.test, self.mean):
             values[rows] = (exact_product(phi, rounded) * unit)[:, 0]
-            size = (phi * 2.0**-KERNEL_BITS).T
+            size = self._whitened(phi.T) * 2.0**-KERNEL_BITS
             error[rows] = distance * np.sqrt(_dots(size, size))
         return Scores(values, error)
+
+    def _whitened(self, columns: Floats) -> Floats:
+        """The inverse factor times columns of integers: lengths become those in the inverse."""
+        return exact_product(self.inverse, columns) * 2.0**-self.bits
 
     def _moments(self, labels: Labels) -> Floats:
         """Sums of the positives' crossed features, in units of ``2**-KERNEL_BITS``."""
@@ -359,6 +364,11 @@ PROBES: Mapping[str, Callable[[Fold], Probe]] = {
     "kernel": KernelProbe,
     "boosting": BoostingProbe,
 }
+
+
+def _bits_for(values: Floats, bits: int) -> int:
+    """The grid on which the largest of ``values`` is an integer of ``bits`` bits."""
+    return bits - int(np.frexp(np.abs(values).max(initial=2.0**-200))[1])
 
 
 def _blocks(lines: int) -> list[slice]:
