@@ -473,6 +473,14 @@ def test_the_power_is_where_the_share_found_crosses_four_in_five():
     assert _crossing(table[:3]) == 1.0
 
 
+def test_the_power_is_told_for_three_kinds_of_leaks():
+    small, large = (gate(watch(events), permutations=199)["power"] for events in (60, 240))
+    for kind in ("feature", "interaction", "one_group"):
+        assert 0.5 < large[kind]["smallest_leak"] <= small[kind]["smallest_leak"] <= 1.0
+        assert large[kind]["sizes"][-1]["found"] > large[kind]["sizes"][0]["found"]
+    assert small["feature"]["smallest_leak"] < small["one_group"]["smallest_leak"]
+
+
 def test_planted_labels_keep_the_number_of_positives_of_every_group():
     design = read_design(watch())
     wish = np.arange(len(design.labels)) * 7919 % 1000

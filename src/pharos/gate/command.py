@@ -105,7 +105,12 @@ def in_words(result: dict[str, Any]) -> list[str]:
             f"p value           {p_value:.4f}  ({result['null']['permutations']} label shuffles)"
         )
     if result["smallest_leak"] is not None:
-        lines.append(f"smallest leak     {result['smallest_leak']:.4f}  (would show 4 times in 5)")
+        power = result["power"]
+        lines.append(
+            f"smallest leak     {result['smallest_leak']:.4f}  (would show 4 times in 5; as an "
+            f"interaction {power['interaction']['smallest_leak']:.3f}, in one group only "
+            f"{power['one_group']['smallest_leak']:.3f})"
+        )
     lines.append(f"lines             {result['n']} in {clusters} clusters and {groups} groups")
     lines += [
         f"feature           {feature['auc']['decimal']:.4f}  {feature['name']}"

@@ -66,6 +66,16 @@ class Judge:
         The rankings of every class and probe, a fold each; and for each class and probe how safe
         the ranks of the first labelling are, see :func:`~pharos.gate.certificate.certify`.
         """
+        rankings, unrounded = self._judge(labels, progress, certified=True)
+        return rankings, {key: certify(folds) for key, folds in unrounded.items()}
+
+    def rankings(self, labels: npt.NDArray[Any]) -> Rankings:
+        """The first of what :meth:`judge` returns, without the work for the second."""
+        return self._judge(labels, None, certified=False)[0]
+
+    def _judge(
+        self, labels: npt.NDArray[Any], progress: Progress | None, certified: bool
+    ) -> tuple[Rankings, dict[tuple[int, str], list[Any]]]:
         keys = [(kind, name) for kind in self.folds for name in self.probes]
         rankings: Rankings = {key: [] for key in keys}
         unrounded: dict[tuple[int, str], list[Any]] = {key: [] for key in keys}
@@ -78,17 +88,14 @@ class Judge:
                 for kind, groups in self.folds.items():
                     if group not in groups:
                         continue
-                    first = self.design.of_lines(labels[:, 0] == kind)
-                    scores = probe.unrounded(first[~held_out])
-                    unrounded[kind, name].append((scores, first[held_out], ids))
+                    if certified:
+                        first = self.design.of_lines(labels[:, 0] == kind)
+                        scores = probe.unrounded(first[~held_out])
+                        unrounded[kind, name].append((scores, first[held_out], ids))
                     rankings[kind, name].append(self._rank(probe, labels == kind, group))
                 if progress is not None:
                     progress.advance()
-        return rankings, {key: certify(folds) for key, folds in unrounded.items()}
-
-    def rankings(self, labels: npt.NDArray[Any]) -> Rankings:
-        """The first of what :meth:`judge` returns."""
-        return self.judge(labels)[0]
+        return rankings, unrounded
 
     def _rank(self, probe: Probe, of_kind: npt.NDArray[np.bool_], group: int) -> Ranking:
         """Rank one group for labels of the clusters, (k, labellings)."""

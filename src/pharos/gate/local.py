@@ -24,12 +24,25 @@ class RankedFeatures:
     def counts(self, group: int, labels: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """Twice Mann and Whitney's U, (d, labellings), and the pairs, (labellings,).
 
-        ``labels`` are those of all lines, (n, labellings). All are exact integers.
+        ``labels`` are those of all lines, (n, labellings).
         """
-        inside = labels[self.rows[group]].astype(np.float64)
-        positives = inside.sum(axis=0)
-        twice_u = self.doubled[group].T @ inside - positives * (positives + 1.0)
-        return twice_u, positives * (len(inside) - positives)
+        return _counts(self.doubled[group], labels[self.rows[group]])
+
+
+def _counts(doubled: Floats, labels: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Exact integers, from doubled ranks (n, d) and labels (n, labellings)."""
+    inside = labels.astype(np.float64)
+    positives = inside.sum(axis=0)
+    twice_u = doubled.T @ inside - positives * (positives + 1.0)
+    return twice_u, positives * (len(inside) - positives)
+
+
+def away_from_chance(doubled: Floats, labels: npt.NDArray[np.bool_]) -> Floats:
+    """How many deviations each feature's ranking is from one by chance, (d, labellings)."""
+    twice_u, pairs = _counts(doubled, labels)
+    # Mann and Whitney's variance; a cluster's lines make it larger, in shuffles too.
+    spread = np.sqrt(pairs * ((len(labels) + 1.0) / 3.0))
+    return np.asarray(np.abs(twice_u - pairs) / spread)
 
 
 def doubled_ranks(values: Floats) -> Floats:
@@ -69,12 +82,10 @@ def most_striking(
     for kind, groups in folds.items():
         of_kind = design.of_lines(labels == kind)
         for group in groups:
-            twice_u, pairs = ranked.counts(group, of_kind)
-            # Mann and Whitney's variance; a cluster's lines make it larger, in shuffles too.
-            spread = np.sqrt(pairs * ((len(ranked.rows[group]) + 1.0) / 3.0))
-            away = np.abs(twice_u - pairs) / spread
+            away = away_from_chance(ranked.doubled[group], of_kind[ranked.rows[group]])
             deviations = np.maximum(deviations, away.max(axis=0))
             feature = int(away[:, 0].argmax())
+            twice_u, pairs = ranked.counts(group, of_kind[:, :1])
             auc = Fraction(int(twice_u[feature, 0]), 2 * int(pairs[0]))
             if away[feature, 0] > first[0]:
                 first = (float(away[feature, 0]), kind, group, feature, auc)

@@ -12,7 +12,7 @@ from pharos.gate.features import Features, shape_features
 from pharos.gate.judge import HALF, Judge, mean_auc
 from pharos.gate.local import RankedFeatures, feature_aucs, most_striking
 from pharos.gate.null import summarise
-from pharos.gate.power import smallest_leak
+from pharos.gate.power import smallest_leaks, smallest_local_leak
 from pharos.gate.probes import MOST_CROSSED
 from pharos.runtime.artifacts import digest_of
 from pharos.runtime.log import Progress
@@ -72,15 +72,22 @@ def shortcut_gate(
     kind, worst = max(aucs, key=lambda key: abs(aucs[key] - HALF))
     deviation, *others = judge.largest(rankings)
     null = sorted(others)
-    power = p_value = None
+    ranked = RankedFeatures(features, design)
+    local, local_null = _local(ranked, features, design, folds, chance)
+    p_value: float | None = None
+    power: dict[str, Any] = {"feature": None, "interaction": None, "one_group": None}
     if count:
         p_value = (1 + sum(value >= deviation for value in null)) / (1 + count)
-        power = smallest_leak(judge, null, ALPHA, seed)
-    ranked = RankedFeatures(features, design)
-    local = _local(ranked, features, design, folds, chance)
+        power = smallest_leaks(judge, null, ALPHA, seed)
+        smallest = min(folds[kind], key=lambda group: int((design.groups == group).sum()))
+        power["one_group"] = {
+            "group": design.group_names[smallest],
+            **smallest_local_leak(design, smallest, kind, local_null, LOCAL_ALPHA, seed),
+        }
+    smallest_leak = None if power["feature"] is None else power["feature"]["smallest_leak"]
     of_kind = design.of_lines(design.labels == kind)
     ceiling = float(settings["ceiling"])
-    verdict, reasons = _verdict(float(HALF + deviation), ceiling, p_value, power, local)
+    verdict, reasons = _verdict(float(HALF + deviation), ceiling, p_value, smallest_leak, local)
 
     result: dict[str, Any] = {
         "verdict": verdict,
@@ -89,7 +96,7 @@ def shortcut_gate(
         "p_value": p_value,
         "beyond_chance": None if p_value is None else p_value <= ALPHA,
         "ceiling": ceiling,
-        "smallest_leak": None if power is None else power["smallest_leak"],
+        "smallest_leak": smallest_leak,
         "worst_probe": worst,
         "worst_class": shown(design.class_names[kind]),
         "n": len(lines),
@@ -112,7 +119,7 @@ def shortcut_gate(
         "constant_features": list(features.constant),
         "uncrossed_features": list(features.names[MOST_CROSSED:]),
         "null": summarise([float(value) for value in null]) if null else None,
-        "power": power,
+        "power": power if count else None,
         "certificate": {name: certificates[kind, name] for name in judge.probes},
         "concerns": [*concerns_of(design, folds, lines), *_concerns(verdict, p_value, count)],
         "settings": {
@@ -130,7 +137,7 @@ def _verdict(
     baseline: float,
     ceiling: float,
     p_value: float | None,
-    power: Mapping[str, Any] | None,
+    smallest_leak: float | None,
     local: Mapping[str, Any],
 ) -> tuple[str, list[str]]:
     """The verdict, and why in words."""
@@ -151,9 +158,9 @@ def _verdict(
             f"AUC {baseline:.3f} is above the ceiling {ceiling:.3f}, but chance does as well "
             f"(p = {p_value:.3f}): the corpus is too small to tell"
         ]
-    if power is not None and power["smallest_leak"] > ceiling:
+    if smallest_leak is not None and smallest_leak > ceiling:
         return "INCONCLUSIVE", [
-            f"the corpus is too small to tell: a leak must have AUC {power['smallest_leak']:.3f} "
+            f"the corpus is too small to tell: a leak must have AUC {smallest_leak:.3f} "
             f"to show 4 times in 5, and the ceiling is {ceiling:.3f}"
         ]
     return "PASS", [f"AUC {baseline:.3f} is not above the ceiling {ceiling:.3f}"]
@@ -165,17 +172,19 @@ def _local(
     design: Design,
     folds: Mapping[int, Sequence[int]],
     chance: npt.NDArray[np.int8],
-) -> dict[str, Any]:
-    """The feature that stands out most in a single group, and whether beyond chance."""
+) -> tuple[dict[str, Any], npt.NDArray[np.float64]]:
+    """The feature that stands out most in a single group, and how far shuffles' ones do."""
     found = most_striking(ranked, design, folds, design.labels[:, None])
-    deviation = found.deviations[0]
-    count, reached = chance.shape[1], 0
+    count = chance.shape[1]
     at_once = max(16, AT_ONCE // len(design.ids))
+    parts = [np.empty(0)]
     for start in range(0, count, at_once):
-        some = most_striking(ranked, design, folds, chance[:, start : start + at_once])
-        reached += int((some.deviations >= deviation).sum())
+        some = chance[:, start : start + at_once]
+        parts.append(most_striking(ranked, design, folds, some).deviations)
+    null = np.concatenate(parts)
+    reached = int((null >= found.deviations[0]).sum())
     p_value = (1 + reached) / (1 + count) if count else None
-    return {
+    local = {
         "group": design.group_names[found.group],
         "class": shown(design.class_names[found.kind]),
         "feature": features.names[found.feature],
@@ -183,6 +192,7 @@ def _local(
         "p_value": p_value,
         "beyond_chance": None if p_value is None else p_value <= LOCAL_ALPHA,
     }
+    return local, null
 
 
 def _number(value: Fraction) -> dict[str, Any]:
