@@ -24,11 +24,8 @@ def admit(gate: Mapping[str, Any], *, enforce: bool, where: str) -> dict[str, An
     CheckFailed
         If the corpus leaks and ``enforce`` is true.
     """
-    verdict, baseline = gate["verdict"], gate["surface_baseline"]["decimal"]
-    leak = (
-        f"labels can be told from shape alone: AUC {baseline} against a ceiling of "
-        f"{gate['ceiling']}, see {where}"
-    )
+    verdict = gate["verdict"]
+    leak = f"the corpus leaks: {'; '.join(gate['reasons'])}, see {where}"
     if verdict == "LEAK":
         if enforce:
             raise CheckFailed(f"{leak}; to go on all the same: shortcut_gate.enforce: false")

@@ -270,8 +270,10 @@ def _gate_says(source: Source, baseline: float) -> list[str]:
             f"Shuffled labels reach {0.5 + null['mean']['value']:.3f} on average and "
             f"{0.5 + null['quantiles']['0.95']['value']:.3f} one time in twenty: "
             f"p = {result['p_value']:.3f} from {null['permutations']:,} shuffles, {beyond}.",
-            f"The smallest leak that would have shown 4 times in 5: {result['smallest_leak']:.3f}.",
         ]
+        if result["smallest_leak"] is not None:
+            least = result["smallest_leak"]
+            says.append(f"The smallest leak that would have shown 4 times in 5: {least:.3f}.")
     return says
 
 
