@@ -7,7 +7,7 @@ from pharos.gate.admission import admit
 
 GATE = {
     "verdict": "LEAK",
-    "reasons": ["labels can be told from shape: AUC 0.800, ceiling 0.720"],
+    "reasons": ["labels can be told from shape alone: AUC 0.800, ceiling 0.720"],
     "surface_baseline": {"hex": "0x1.999999999999ap-1", "decimal": 0.8},
 }
 

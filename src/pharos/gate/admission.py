@@ -25,7 +25,7 @@ def admit(gate: Mapping[str, Any], *, enforce: bool, where: str) -> dict[str, An
         If the corpus leaks and ``enforce`` is true.
     """
     verdict = gate["verdict"]
-    leak = f"the corpus leaks: {'; '.join(gate['reasons'])}, see {where}"
+    leak = f"{'; '.join(gate['reasons'])}, see {where}"
     if verdict == "LEAK":
         if enforce:
             raise CheckFailed(f"{leak}; to go on all the same: shortcut_gate.enforce: false")

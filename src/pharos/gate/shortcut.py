@@ -144,7 +144,9 @@ def _verdict(
     reasons = []
     above = baseline > ceiling
     if above and (p_value is None or p_value <= ALPHA):
-        reasons.append(f"labels can be told from shape: AUC {baseline:.3f}, ceiling {ceiling:.3f}")
+        reasons.append(
+            f"labels can be told from shape alone: AUC {baseline:.3f}, ceiling {ceiling:.3f}"
+        )
     in_group = 0.5 + abs(local["auc"]["decimal"] - 0.5)
     if in_group > ceiling and local["beyond_chance"]:
         reasons.append(
