@@ -3,9 +3,18 @@
 import random
 
 import pytest
+import threadpoolctl
 
 from pharos.corpus.watch import CATEGORICAL, CHANNELS, generate_watch
 from pharos.gate.shortcut import shortcut_gate
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small matrices on a busy machine are slow on several."""
+    with threadpoolctl.threadpool_limits(1):
+        yield
+
 
 SETTINGS = {
     "ceiling": 0.72,

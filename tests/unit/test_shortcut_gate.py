@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 import pytest
+import threadpoolctl
 from sklearn.linear_model import LogisticRegression
 
 from pharos.corpus.files import corpus_bytes
@@ -22,6 +23,14 @@ from pharos.gate.power import _bell, _crossing, _following
 from pharos.gate.probes import SCORE_BITS, X_BITS, KernelProbe, LinearProbe, Scores, make_fold
 from pharos.gate.shortcut import shortcut_gate
 from pharos.runtime.artifacts import digest_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small matrices on a busy machine are slow on several."""
+    with threadpoolctl.threadpool_limits(1):
+        yield
+
 
 SETTINGS = {
     "ceiling": 0.72,
