@@ -155,8 +155,6 @@ def test_a_deleted_artifact_is_all_that_is_made_again_and_comes_out_the_same(cop
 @pytest.mark.parametrize(
     ("deleted", "again"),
     [
-        ("models/tiny.json", {"prefetch"}),
-        ("gate/admission/watch/seed7.json", {"admit_corpus"}),
         ("gate/shortcut/watch/seed1.json", {"shortcut_gate", "admit_corpus"}),
         ("corpus/watch/seed7.manifest.json", {"corpus", "shortcut_gate", "admit_corpus"}),
         ("evaluate/tiny/watch/seed7/base.predictions.jsonl", {"evaluate"}),

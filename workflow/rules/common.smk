@@ -68,7 +68,7 @@ def corpus_settings(task):
 def corpus_of(task, seed):
     """A corpus, and the file that admits it to models.
 
-    Both are `ancient`: made again, they make no model run again. What a corpus holds follows
+    Both are `ancient`: judged or written anew, they make no model run again. What a corpus holds follows
     from what `corpus_identity` says, and that is a parameter of every rule that runs a model.
     """
     return {
