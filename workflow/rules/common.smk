@@ -1,6 +1,5 @@
 # Helpers only: the checked configuration, and the lists that rules expand.
 
-import functools
 from pathlib import Path
 
 from pharos.cluster.coordinator import (
@@ -11,7 +10,6 @@ from pharos.cluster.coordinator import (
 from pharos.config import check_config_file, load_config, seed_pairs
 from pharos.errors import InputError, explained
 from pharos.models.check import check_before_run
-from pharos.runtime.artifacts import sha256_file
 
 with explained():
     for file in workflow.configfiles:
@@ -66,24 +64,11 @@ def corpus_settings(task):
 
 
 def corpus_of(task, seed):
-    """A corpus, and the file that admits it to models.
-
-    Both are `ancient`: judged or written anew, they make no model run again. What a corpus holds follows
-    from what `corpus_identity` says, and that is a parameter of every rule that runs a model.
-    """
+    """A corpus, and the file that admits it to models."""
     return {
-        "corpus": ancient(f"results/corpus/{task}/seed{seed}.jsonl"),
-        "admission": ancient(f"results/gate/admission/{task}/seed{seed}.json"),
+        "corpus": f"results/corpus/{task}/seed{seed}.jsonl",
+        "admission": f"results/gate/admission/{task}/seed{seed}.json",
     }
-
-
-@functools.cache
-def corpus_identity(task):
-    """What decides the bytes of a task's corpora, its seed aside."""
-    settings = TASKS[task]["corpus"]
-    if "file" in settings:
-        return {**settings, "sha256": sha256_file(settings["file"])}
-    return settings
 
 
 def adapter_source(adapter):
@@ -104,7 +89,7 @@ def evaluation_input(wc):
     """Corpus, model, and the adapter's files where the variant is one."""
     files = {
         **corpus_of(wc.task, wc.seed),
-        "model": ancient(f"results/models/{wc.model}.json"),
+        "model": f"results/models/{wc.model}.json",
     }
     if wc.variant != "base":
         cell = (wc.model, wc.task, wc.seed, wc.variant)
@@ -112,9 +97,7 @@ def evaluation_input(wc):
         files["adapter_config"] = adapter_file(*cell, "adapter_config.json")
         if not adapter_source(wc.variant):
             train_seed = train_seed_of(wc.task, wc.seed)
-            files["trained_on"] = ancient(
-                f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
-            )
+            files["trained_on"] = f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
     return files
 
 

@@ -28,7 +28,6 @@ rule evaluate:
     params:
         model=lambda wc: MODELS[wc.model],
         device=CONFIG["device"],
-        corpus=lambda wc: corpus_identity(wc.task),
         prompt=lambda wc: TASKS[wc.task]["prompt"],
         train_events=lambda wc: (
             TASKS[wc.task]["train_events"]

@@ -2,7 +2,7 @@ rule finetune:
     """Train a LoRA adapter; a run that was cut short goes on from its last checkpoint."""
     input:
         unpack(lambda wc: corpus_of(wc.task, wc.seed)),
-        model=ancient("results/models/{model}.json"),
+        model="results/models/{model}.json",
     output:
         **{
             key: f"results/finetune/{{model}}/{{task}}/seed{{seed}}/{{adapter}}/{name}"
@@ -37,7 +37,6 @@ rule finetune:
     params:
         model=lambda wc: MODELS[wc.model],
         device=CONFIG["device"],
-        corpus=lambda wc: corpus_identity(wc.task),
         prompt=lambda wc: TASKS[wc.task]["prompt"],
         train_events=lambda wc: TASKS[wc.task]["train_events"],
         test_events=lambda wc: held_out_events(wc.task, wc.seed),

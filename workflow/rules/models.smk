@@ -31,7 +31,7 @@ rule prefetch:
 rule adopt_adapter:
     """Fetch an adapter that was made elsewhere; refuse one that was made for another base."""
     input:
-        model=ancient("results/models/{model}.json"),
+        model="results/models/{model}.json",
     output:
         weights="results/adapters/{model}/{adapter}/adapter_model.safetensors",
         config="results/adapters/{model}/{adapter}/adapter_config.json",
