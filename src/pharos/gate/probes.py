@@ -39,8 +39,10 @@ LINEAR_L2 = 1.0
 COEFFICIENT_BITS = 32
 RESIDUAL_BITS = 29
 FINE_RESIDUAL_BITS = 44
-STALE = 2.0**-9  # a Hessian is made anew after a step this large
-CONVERGED = 2.0**-40  # Newton's decrement: the squared length of the last step in the Hessian
+STALE = 2.0**-8  # a Hessian is made anew after a step this large
+# A step whose squared length in the Hessian (Newton's decrement) is below this is the last one:
+# what it leaves is a thousandth of it, or less.
+CONVERGED = 2.0**-34
 MOST_STEPS = 100
 AT_ONCE = 512  # labellings, and
 BLOCK_ROWS = 256  # lines, that the linear probe works on at once: they stay in the cache
@@ -160,17 +162,18 @@ class LinearProbe:
         chosen = np.arange(labels.shape[1])
         for _ in range(MOST_STEPS):
             step = to_grid(cholesky_solve(factor, slope), COEFFICIENT_BITS)
-            # Near the optimum the Hessian hardly moves, and an old one will do.
-            stale = np.abs(step).max(axis=0) > STALE * 2.0**COEFFICIENT_BITS
             going = _dots(step, slope) * 2.0**-COEFFICIENT_BITS > CONVERGED
-            now, slope, new = self._move(beta[:, chosen], step, slope, labels, stale)
-            beta[:, chosen] = now
+            beta[:, chosen[~going]] += step[:, ~going]
             if not going.any():
                 return beta
-            factor[:, :, stale] = new
             if not going.all():
-                chosen, slope, labels = chosen[going], slope[:, going], labels[:, going]
-                factor = factor[:, :, going]
+                chosen, labels, factor = chosen[going], labels[:, going], factor[:, :, going]
+                step, slope = step[:, going], slope[:, going]
+            # Near the optimum the Hessian hardly moves, and an old one will do.
+            stale = np.abs(step).max(axis=0) > STALE * 2.0**COEFFICIENT_BITS
+            now, slope, new = self._move(beta[:, chosen], step, slope, labels, stale)
+            beta[:, chosen] = now
+            factor[:, :, stale] = new
         raise ArithmeticError(f"the linear probe has not converged in {MOST_STEPS} steps")
 
     def _class_weights(self, labels: Labels) -> tuple[Floats, Floats]:
