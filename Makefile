@@ -1,5 +1,6 @@
 # make run    set up, then run the embedded default        make lint   format, lint, types
 # make test   set up, then run the tests                   make clean  remove results and caches
+# make bench  time the shortcut gate beside scikit-learn
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -11,7 +12,7 @@ RUN_STAMP = $(VENV)/.run-$(inputs)
 DEV_STAMP = $(VENV)/.dev-$(inputs)
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test lint format clean
+.PHONY: setup run test lint format bench clean
 
 setup: $(RUN_STAMP)
 
@@ -34,6 +35,9 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix src tests workflow/scripts
 	$(BIN)/snakefmt Snakefile workflow/rules
 	$(BIN)/python -m pharos.config_manual workflow/schemas/config.schema.yaml > config/README.md
+
+bench: $(RUN_STAMP)
+	$(BIN)/python benchmarks/gate_speed.py
 
 clean:
 	rm -rf results .snakemake .cache .mypy_cache .ruff_cache .pytest_cache
