@@ -1,9 +1,13 @@
 """The gate's arithmetic: right, and the same bits in whatever order BLAS adds."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy.special import expit
 
+from pharos.gate import exact
 from pharos.gate.exact import (
     cholesky,
     cholesky_batch,
@@ -11,6 +15,7 @@ from pharos.gate.exact import (
     exact_product,
     inverse_of_lower,
     mean_and_deviation,
+    power_of_two_above,
     sigmoid,
     twice_mann_whitney,
 )
@@ -78,3 +83,17 @@ def test_the_auc_counts_pairs_and_halves_ties():
             for row, which in zip(scores, labels, strict=True)
         ]  # fmt: skip
         assert twice_mann_whitney(scores, labels).tolist() == expected
+
+
+def test_powers_of_two_are_exact():
+    values = np.array([0.75, 1.0, 3.9, 2.0**-40, 5e300])
+    assert power_of_two_above(values).tolist() == [1.0, 2.0, 4.0, 2.0**-39, 2.0**999]
+
+
+def test_nothing_in_the_gate_calls_what_differs_between_processors():
+    """These are computed with other polynomials or in another order on wider vector units."""
+    names = "exp|expm1|log|log2|log1p|power|tanh|sin|cos|dot|einsum|mean|std|var|linalg|random"
+    forbidden = re.compile(rf"\bnp\.({names})\b|\.(mean|std|var)\(|\*\* *np\.")
+    for module in Path(exact.__file__).parent.glob("*.py"):
+        found = forbidden.findall(module.read_text(encoding="utf-8"))
+        assert not found or module.name in ("promotion.py", "compare.py"), module.name

@@ -8,8 +8,9 @@ and the width of the vector units:
 - sums of products of *integers* kept in float64, as long as no partial sum can reach 2**53: all
   of them are then exact, so the order in which BLAS adds them does not matter.
 
-The gate's linear algebra is made of these two and nothing else. ``numpy.exp``, floating-point
-sums over an axis and LAPACK are not among them.
+The gate's linear algebra is made of these two and nothing else. ``numpy.exp``,
+``numpy.power``, floating-point sums over an axis and LAPACK are not among them: their bits
+depend on the width of the vector units.
 """
 
 import math
@@ -51,6 +52,11 @@ def mean_and_deviation(column: Floats) -> tuple[float, float]:
     mean = math.fsum(column.tolist()) / len(column)
     centred = column - mean
     return mean, math.sqrt(math.fsum((centred * centred).tolist()) / len(column))
+
+
+def power_of_two_above(values: Floats) -> Floats:
+    """The least power of two above each positive value, by its exponent: exact."""
+    return np.asarray(np.ldexp(1.0, np.frexp(values)[1]))
 
 
 def norm(values: Floats) -> float:

@@ -55,7 +55,7 @@ def summarise(values: Sequence[float]) -> dict[str, Any]:
     n = len(values)
     ordered = sorted(values)
     mean = math.fsum(ordered) / n
-    deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in ordered) / max(1, n - 1))
+    deviation = math.sqrt(math.fsum((v - mean) * (v - mean) for v in ordered) / max(1, n - 1))
     error = Z_95 * deviation / math.sqrt(n)
     # The error of a deviation, as for normal values.
     spread = Z_95 * deviation / math.sqrt(2 * max(1, n - 1))

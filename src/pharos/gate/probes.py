@@ -24,6 +24,7 @@ from pharos.gate.exact import (
     inverse_of_lower,
     mean_and_deviation,
     norm,
+    power_of_two_above,
     sigmoid,
     to_grid,
 )
@@ -203,7 +204,7 @@ class LinearProbe:
         sums = np.zeros((len(self.pair_sum), int(curved.sum())))
         # The finest unit in which a block's sums are exact integers.
         largest = np.maximum(of_positives, of_negatives)[curved] * self.pair_size
-        unit = 2.0 ** np.frexp(largest * (4.0 / EXACT))[1]
+        unit = power_of_two_above(largest * (4.0 / EXACT))
         for rows in _blocks(len(self.x)):
             x, positive = self.x[rows], labels[rows]
             p = sigmoid(exact_product(x, beta), 2.0 ** -(X_BITS + COEFFICIENT_BITS))
@@ -316,9 +317,9 @@ class KernelProbe:
     def _weights(self, labels: Labels) -> tuple[Floats, Floats]:
         """Integers (p, labellings), and what one of them counts in a product with integers."""
         half = exact_product(self.inverse, self._moments(labels))
-        half_unit = 2.0 ** (np.frexp(np.abs(half).max(axis=0))[1] - 2 * WEIGHT_BITS)
+        half_unit = power_of_two_above(np.abs(half).max(axis=0)) * 4.0**-WEIGHT_BITS
         weights = exact_product(self.inverse.T, np.rint(half / half_unit))
-        weight_unit = 2.0 ** (np.frexp(np.abs(weights).max(axis=0))[1] - WEIGHT_BITS)
+        weight_unit = power_of_two_above(np.abs(weights).max(axis=0)) * 2.0**-WEIGHT_BITS
         unit = half_unit * weight_unit * 2.0 ** -(2 * self.bits + 2 * KERNEL_BITS)
         return np.rint(weights / weight_unit), unit
 
