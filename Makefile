@@ -1,6 +1,7 @@
 # make run    set up, then run the embedded default        make lint   format, lint, types
 # make test   set up, then run the tests                   make clean  remove results and caches
 # make bench  time the shortcut gate beside scikit-learn
+# make slurm-up    start a private Slurm in .slurm     make slurm-down  end it
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,7 +13,7 @@ RUN_STAMP = $(VENV)/.run-$(inputs)
 DEV_STAMP = $(VENV)/.dev-$(inputs)
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test lint format bench clean
+.PHONY: setup run test lint format bench clean slurm-up slurm-down
 
 setup: $(RUN_STAMP)
 
@@ -38,6 +39,13 @@ format: $(DEV_STAMP)
 
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/gate_speed.py
+
+slurm-up:
+	@$(PYTHON) tests/slurm/cluster.py up .slurm $(SLURM_ARGS)
+	@echo 'Now: eval "$$($(PYTHON) tests/slurm/cluster.py env .slurm)"; snakemake --profile profiles/slurm'
+
+slurm-down:
+	@$(PYTHON) tests/slurm/cluster.py down .slurm
 
 clean:
 	rm -rf results .snakemake .cache .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,23 @@
+"""One private Slurm for every test in this folder; without its packages they are skipped."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+import cluster as private
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[private.Cluster]:
+    """A running cluster; PHAROS_USE_SLURM=1 takes the one that answers already instead."""
+    use_existing = os.environ.get("PHAROS_USE_SLURM") == "1"
+    if not use_existing:
+        if missing := private.missing_packages():
+            pytest.skip(f"needs a Slurm; not installed: {' '.join(missing)}")
+        if present := private.answering_slurm():
+            pytest.skip(f"a Slurm answers already ({present}): PHAROS_USE_SLURM=1 runs them there")
+    made = private.Cluster(tmp_path_factory.mktemp("slurm"), use_existing=use_existing)
+    made.start()
+    yield made
+    made.stop()
