@@ -291,13 +291,6 @@ def test_a_hub_that_cannot_be_reached_is_one_line_without_the_token(monkeypatch)
 # -- the cache --------------------------------------------------------------------------------
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
-    assert cache.cache_root() == tmp_path / "cache"
-    monkeypatch.delenv("PHAROS_CACHE")
-    monkeypatch.chdir(tmp_path)
-    assert cache.cache_root() == tmp_path / ".cache" / "pharos"
-
-
 def test_the_hub_lives_in_the_cache_unless_the_environment_has_a_place(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert cache.set_up_hub(offline=True) == tmp_path / "cache" / "huggingface" / "hub"

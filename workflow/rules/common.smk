@@ -10,6 +10,7 @@ from pharos.cluster.coordinator import (
 from pharos.config import check_config_file, load_config, seed_pairs
 from pharos.errors import InputError, explained
 from pharos.models.check import check_before_run
+from pharos.runtime.environment import announce_environment
 
 with explained():
     for file in workflow.configfiles:
@@ -20,6 +21,9 @@ with explained():
 
 share_code()
 if workflow.is_main_process:
+    announce_environment(
+        own_software=bool(workflow.deployment_settings.deployment_method)
+    )
     with explained():
         check_working_folder()
     clear_stale_lock()

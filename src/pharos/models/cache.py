@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from pharos.runtime.environment import home
 from pharos.runtime.log import log_event, warn
 
 DEFAULT_CACHE = Path(".cache/pharos")
@@ -32,8 +33,13 @@ TOLD_OFFLINE = _is_on("HF_HUB_OFFLINE") or _is_on("TRANSFORMERS_OFFLINE")
 
 
 def cache_root() -> Path:
-    """The cache folder: ``PHAROS_CACHE``, else ``.cache/pharos`` under the working folder."""
-    return Path(os.environ.get("PHAROS_CACHE") or DEFAULT_CACHE).absolute()
+    """The cache folder: ``PHAROS_CACHE``, else ``cache`` in Pharos's home, where there is one.
+
+    Else ``.cache/pharos`` under the working folder.
+    """
+    folder = home()
+    default = DEFAULT_CACHE if folder is None else folder / "cache"
+    return Path(os.environ.get("PHAROS_CACHE") or default).absolute()
 
 
 def login_file() -> Path:

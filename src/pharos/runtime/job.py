@@ -15,6 +15,7 @@ from pharos.errors import PharosError
 from pharos.runtime import log
 from pharos.runtime.artifacts import input_digests, write_artifact
 from pharos.runtime.context import run_context
+from pharos.runtime.environment import check_environment
 from pharos.runtime.platform import describe_platform
 from pharos.runtime.provenance import provenance
 from pharos.runtime.threads import Binding, bind_threads
@@ -67,14 +68,16 @@ class Job:
 def job(log_path: Path | str | None, threads: int) -> Iterator[Job]:
     """Run a rule's work: everything printed goes to its log, errors end in one line.
 
-    Threads are bound before the body imports anything numerical, and the first line of the log
-    is ``run.context``. A :class:`~pharos.errors.PharosError` becomes one line in the log and on
-    the terminal and the exit status it carries; any other exception leaves its traceback in the
-    log, one line on the terminal, and exit status 1.
+    A job in another environment than its coordinator's ends before it works. Threads are bound
+    before the body imports anything numerical, and the first line of the log is ``run.context``.
+    A :class:`~pharos.errors.PharosError` becomes one line in the log and on the terminal and the
+    exit status it carries; any other exception leaves its traceback in the log, one line on the
+    terminal, and exit status 1.
     """
     status = 0
     with _explain(log_path), log.redirect_to(log_path):
         try:
+            check_environment()
             if log_path is not None:
                 end_with_coordinator()
             binding = bind_threads(threads)
