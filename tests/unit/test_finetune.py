@@ -411,6 +411,30 @@ def test_a_loss_that_is_not_finite_stops_at_once_with_the_step(loaded, builder, 
     assert "lora" not in str(loaded.model)
 
 
+def test_a_weight_of_the_base_that_is_not_frozen_stops_training(
+    loaded, builder, tmp_path, monkeypatch
+):
+    from pharos.finetune import train as module
+
+    add_lora = module.add_lora
+
+    def thawed(*arguments):
+        model = add_lora(*arguments)
+        model.get_input_embeddings().weight.requires_grad_(True)
+        return model
+
+    monkeypatch.setattr(module, "add_lora", thawed)
+    with pytest.raises(CheckFailed, match=r"1 weights of the base are not frozen.*embed_tokens"):
+        train(loaded, builder, tmp_path)
+
+
+def test_an_adapter_without_gradients_stops_training(loaded):
+    from pharos.finetune.train import check_gradients
+
+    with pytest.raises(CheckFailed, match="no weight of the adapter has a gradient"):
+        check_gradients(with_lora(loaded))
+
+
 def test_an_unknown_target_is_refused_with_the_nearest(loaded, builder, tmp_path):
     with pytest.raises(InputError, match=r"'q_prj'.*did you mean q_proj"):
         train(loaded, builder, tmp_path, targets=["q_prj"])

@@ -176,7 +176,8 @@ def _train(
     ):
         if state.step:
             progress.advance(state.step)
-        for step in range(state.step, steps):
+        first = state.step
+        for step in range(first, steps):
             started = time.monotonic()
             epoch, place = divmod(step, steps_an_epoch)
             batches = batches_of_epoch(len(examples), config["batch_size"], config["seed"], epoch)
@@ -186,6 +187,8 @@ def _train(
             loss = batch_loss(model.get_base_model(), batch)
             _check_finite(loss, "loss", step, steps)
             loss.backward()  # type: ignore[no-untyped-call]
+            if step == first:
+                check_gradients(model)
             norm = nn.utils.clip_grad_norm_(parameters.values(), config["max_grad_norm"])
             _check_finite(norm, "norm of the gradient", step, steps)
             for group in optimizer.param_groups:
@@ -259,6 +262,26 @@ def add_lora(model: Any, config: Mapping[str, Any], base: Mapping[str, str]) -> 
     settings.base_model_name_or_path = base["base_model_name_or_path"]
     settings.revision = base["revision"]
     return adapted
+
+
+def check_gradients(model: Any) -> None:
+    """After a backward pass: weights of the adapter have gradients, and no other weight may.
+
+    Raises
+    ------
+    CheckFailed
+        Naming the first weight of the base that would be trained, or if the adapter would not be.
+    """
+    adapter = f".{model.base_model.prefix}"
+    base = [
+        name
+        for name, weight in model.named_parameters()
+        if adapter not in name and (weight.requires_grad or weight.grad is not None)
+    ]
+    if base:
+        raise CheckFailed(f"{len(base)} weights of the base are not frozen, the first is {base[0]}")
+    if all(weight.grad is None for weight in model.parameters()):
+        raise CheckFailed("no weight of the adapter has a gradient: nothing would be trained")
 
 
 def _seed(seed: int, purpose: str, step: int) -> int:
