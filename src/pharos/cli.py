@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command line's parser."""
+    from pharos.cluster import rightsize
     from pharos.gate import command as gate_command
     from pharos.gate import compare
     from pharos.models import command as models_command
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     gate_command.add_parser(subparsers)
     compare.add_parser(subparsers)
     models_command.add_parser(subparsers)
+    rightsize.add_parser(subparsers)
     context = subparsers.add_parser(
         "context", help="print the CPUs, thread limits and pools a job would get here"
     )
