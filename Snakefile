@@ -31,6 +31,7 @@ include: "workflow/rules/gate.smk"
 include: "workflow/rules/models.smk"
 include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/finetune.smk"
+include: "workflow/rules/probe.smk"
 include: "workflow/rules/report.smk"
 
 

@@ -39,6 +39,7 @@ wildcard_constraints:
     adapter="|".join(map(re.escape, ADAPTERS)) or "(?!)",
     variant="|".join(map(re.escape, ["base", *ADAPTERS])),
     seed=r"\d+",
+    partition=r"[A-Za-z0-9._-]+",
 
 
 def train_seed_of(task, test_seed):
@@ -110,12 +111,41 @@ def is_used(adapter, model, task):
     return model in ADAPTERS[adapter]["models"] and task in ADAPTERS[adapter]["tasks"]
 
 
+def training_settings(adapter):
+    """What a training depends on: the adapter's settings without where it is put."""
+    settings = ADAPTERS[adapter]
+    return {key: settings[key] for key in settings if key not in ("models", "tasks")}
+
+
+def largest_training(model):
+    """Settings of the adapter of a model that trains in the largest batches; None for none."""
+    trained = [
+        training_settings(adapter)
+        for adapter in ADAPTERS
+        if model in ADAPTERS[adapter]["models"] and not adapter_source(adapter)
+    ]
+    return max(trained, key=lambda settings: settings["batch_size"], default=None)
+
+
+def model_partitions():
+    """Slurm partitions to which the profile sends evaluation and training; else "local"."""
+    by_rule = workflow.resource_settings.overwrite_resources
+    names = {
+        str(by_rule[rule]["slurm_partition"].raw)
+        for rule in ("evaluate", "finetune")
+        if "slurm_partition" in by_rule.get(rule, {})
+    }
+    return sorted(names) or ["local"]
+
+
 def check_models():
     """Stop before the first job when a model that a job needs is damaged in the cache."""
     names = {"load": set(), "fetch": set()}
     for job in workflow.dag.needrun_jobs():
         if job.rule.name in ("evaluate", "finetune"):
             names["load"].add(job.wildcards.model)
+        elif job.rule.name == "probe_partition":
+            names["load"].update(MODELS)
         elif job.rule.name == "prefetch":
             names["fetch"].add(job.wildcards.model)
     with explained():

@@ -40,11 +40,7 @@ rule finetune:
         prompt=lambda wc: TASKS[wc.task]["prompt"],
         train_events=lambda wc: TASKS[wc.task]["train_events"],
         test_events=lambda wc: held_out_events(wc.task, wc.seed),
-        adapter=lambda wc: {
-            key: value
-            for key, value in ADAPTERS[wc.adapter].items()
-            if key not in ("models", "tasks")
-        },
+        adapter=lambda wc: training_settings(wc.adapter),
         # Outside of the outputs: Snakemake deletes those before a job runs again.
         checkpoints="results/checkpoints/{model}/{task}/seed{seed}/{adapter}",
     script:
