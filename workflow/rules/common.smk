@@ -39,7 +39,6 @@ wildcard_constraints:
     adapter="|".join(map(re.escape, ADAPTERS)) or "(?!)",
     variant="|".join(map(re.escape, ["base", *ADAPTERS])),
     seed=r"\d+",
-    partition=r"[A-Za-z0-9._-]+",
 
 
 def train_seed_of(task, test_seed):
@@ -127,15 +126,16 @@ def largest_training(model):
     return max(trained, key=lambda settings: settings["batch_size"], default=None)
 
 
-def model_partitions():
-    """Slurm partitions to which the profile sends evaluation and training; else "local"."""
-    by_rule = workflow.resource_settings.overwrite_resources
-    names = {
-        str(by_rule[rule]["slurm_partition"].raw)
-        for rule in ("evaluate", "finetune")
-        if "slurm_partition" in by_rule.get(rule, {})
-    }
-    return sorted(names) or ["local"]
+def probed_partition():
+    """The partition that the profile, or --set-resources, sends the probe to; else "local"."""
+    settings = workflow.resource_settings
+    for resources in (
+        settings.overwrite_resources.get("probe", {}),
+        settings.default_resources or {},
+    ):
+        if "slurm_partition" in resources:
+            return str(resources["slurm_partition"].raw).strip("'\"")
+    return "local"
 
 
 def check_models():
@@ -144,7 +144,7 @@ def check_models():
     for job in workflow.dag.needrun_jobs():
         if job.rule.name in ("evaluate", "finetune"):
             names["load"].add(job.wildcards.model)
-        elif job.rule.name == "probe_partition":
+        elif job.rule.name == "probe":
             names["load"].update(MODELS)
         elif job.rule.name == "prefetch":
             names["fetch"].add(job.wildcards.model)

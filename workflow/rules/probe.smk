@@ -1,12 +1,5 @@
 rule probe:
-    """Probe the partitions that the profile sends models to."""
-    input:
-        [f"results/probe/{partition}.json" for partition in model_partitions()],
-    localrule: True
-
-
-rule probe_partition:
-    """Take every model along the path of the work, on one node of a partition."""
+    """Take every model along the path of the work, on one node of the models' partition."""
     input:
         models=ARTIFACTS["models"],
         corpora=[
@@ -14,19 +7,19 @@ rule probe_partition:
             for task in TASKS
         ],
     output:
-        "results/probe/{partition}.json",
+        f"results/probe/{probed_partition()}.json",
     log:
-        "results/logs/probe/{partition}.log",
+        f"results/logs/probe/{probed_partition()}.log",
     benchmark:
-        "results/benchmarks/probe/{partition}.tsv"
+        f"results/benchmarks/probe/{probed_partition()}.tsv"
     conda:
         "../../environment.yml"
     threads: 8
     resources:
-        slurm_partition=lambda wc: wc.partition,
         mem_mb=16000,
         runtime=120,
     params:
+        partition=probed_partition(),
         device=CONFIG["device"],
         models=MODELS,
         tasks={

@@ -4,7 +4,7 @@ from pharos.runtime.job import job
 
 
 def main(snakemake):
-    """Run the rule ``probe_partition``."""
+    """Run the rule ``probe``."""
     with job(snakemake.log[0], snakemake.threads) as running:
         from pharos.cluster.probe import (
             check_gpus,
@@ -55,7 +55,7 @@ def main(snakemake):
             attention=", ".join(sorted(set(attentions))),
             timing={"memory": memory, "models": measured},
             result={
-                "partition": snakemake.wildcards.partition,
+                "partition": params.partition,
                 "device": params.device,
                 "gpus": {"asked": asked, "visible": visible},
                 "models": results,
