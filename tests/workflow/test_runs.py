@@ -210,8 +210,13 @@ def test_a_second_coordinator_on_the_same_results_is_refused(workspace, tiny_mod
             assert first.poll() is None
             time.sleep(0.05)
         second = workspace.snakemake("--cores", "1")
-        assert second.returncode != 0
-        assert "locked" in second.stderr
+        assert second.returncode == 2
+        errors = [line for line in second.stderr.splitlines() if "error" in line]
+        assert len(errors) == 1
+        assert "another run works on these results (host " in errors[0]
+        assert f"process {first.pid}, since " in errors[0]
+        assert "Traceback" not in second.stderr
+        assert workspace.snakemake("-n", "--cores", "1").returncode == 0
     finally:
         first.send_signal(signal.SIGINT)
         first.wait(timeout=60)

@@ -2,11 +2,7 @@
 
 from pathlib import Path
 
-from pharos.cluster.coordinator import (
-    check_working_folder,
-    clear_stale_lock,
-    share_code,
-)
+from pharos.cluster.coordinator import check_working_folder, guard, share_code
 from pharos.config import check_config_file, load_config, seed_pairs
 from pharos.errors import InputError, explained
 from pharos.models.check import check_before_run
@@ -26,7 +22,7 @@ if workflow.is_main_process:
     )
     with explained():
         check_working_folder()
-    clear_stale_lock()
+    guard(workflow)
 
 MODELS = CONFIG["models"]
 TASKS = CONFIG["tasks"]

@@ -1,16 +1,38 @@
-"""One coordinator at a time, and a start after any death that needs no hand."""
+"""One coordinator at a time, and a start after any death that needs no hand.
 
+A coordinator is the Snakemake process that decides what runs. It holds a ``flock`` on
+``.snakemake/coordinator.lock``, which dies with it, also by ``kill -9``; beside the lock lies a
+note of who it is, which it touches every few seconds.
+"""
+
+import atexit
 import contextlib
+import datetime
+import errno
 import fcntl
+import functools
+import json
 import os
+import socket
 import tempfile
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
-from pharos.errors import InputError
+from pharos.cluster import scheduler
+from pharos.cluster.ledger import Ledger
+from pharos.errors import InputError, explained
+from pharos.runtime.artifacts import write_text_atomic
 
 LOCK_FILE = "coordinator.lock"
+NOTE_FILE = "coordinator.json"
+EXECUTOR = "pharos-slurm"
+BEAT_S = 10.0
+SILENT_FOR_S = 25.0  # More than two beats.
+PATIENCE_S = 3.0  # A dry run holds the lock for a moment.
 SOURCE_FOLDER = Path(__file__).resolve().parents[2]
-_held: list[int] = []
+_held: dict[str, Any] = {}
 
 
 def share_code() -> None:
@@ -40,34 +62,198 @@ def check_working_folder(working_folder: Path | str = ".") -> None:
         ) from None
 
 
-def clear_stale_lock(working_folder: Path | str = ".") -> int:
-    """Remove Snakemake's lock when the process that left it is gone.
+def guard(workflow: Any) -> None:
+    """Let one run at a time work here; called when a Snakefile is read, before it is executed.
 
-    Snakemake locks a working folder with files that a killed process leaves behind. Every
-    Snakemake process of this workflow therefore also holds a shared ``flock``, which dies with
-    it. Whoever can take that lock alone knows that no other process is alive, and that a lock
-    file found then is stale. Where the file system has no ``flock``, nothing is removed and
-    Snakemake's own message stands.
-
-    Returns
-    -------
-    How many lock files were removed.
+    Snakemake reads the Snakefile before it says whether this is a dry run, so the check waits
+    inside of ``workflow.execute``. A dry run only removes the lock of a dead run. A refusal ends
+    the process with one line and status 2.
     """
+    execute = workflow.execute
+
+    @functools.wraps(execute)
+    def guarded(*args: Any, executor_plugin: Any, **settings: Any) -> Any:
+        with explained():
+            if executor_plugin.common_settings.dryrun_exec:
+                clear_stale_lock()
+            else:
+                claim()
+                if executor_plugin.name != EXECUTOR:
+                    check_no_job_is_left()
+        return execute(*args, executor_plugin=executor_plugin, **settings)
+
+    workflow.execute = guarded
+
+
+def claim(working_folder: Path | str = ".") -> None:
+    """Become the one coordinator of a working folder, until this process ends.
+
+    Snakemake's own lock files, which a killed run leaves behind, are removed: whoever holds the
+    ``flock`` knows that no other coordinator lives. Where the file system has no ``flock``,
+    nothing is removed and Snakemake's own lock decides.
+
+    Raises
+    ------
+    InputError
+        Another coordinator works here; it is named.
+    """
+    folder = Path(working_folder) / ".snakemake"
+    folder.mkdir(exist_ok=True)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    locked = _lock(descriptor, PATIENCE_S)
+    if locked is None:
+        os.close(descriptor)
+        return
+    note = read_note(working_folder)
+    # A flock may hold on one node only (Lustre's localflock), so another node's note must have
+    # fallen silent as well.
+    if not locked or (note.get("host", _host()) != _host() and _beats(folder / NOTE_FILE)):
+        os.close(descriptor)
+        raise InputError(refusal_line(Path(working_folder).resolve(), note))
+    _remove_locks(folder)
+    _held.update(descriptor=descriptor, note=folder / NOTE_FILE)
+    mine = {
+        "host": _host(),
+        "pid": os.getpid(),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    write_text_atomic(folder / NOTE_FILE, json.dumps(mine) + "\n")
+    threading.Thread(target=_beat, args=(folder / NOTE_FILE,), daemon=True).start()
+    atexit.register(release)
+
+
+def release() -> None:
+    """Give the folder back (at the end of the process, too)."""
+    if note := _held.pop("note", None):
+        with contextlib.suppress(OSError):
+            note.unlink()
+    if (descriptor := _held.pop("descriptor", None)) is not None:
+        os.close(descriptor)
+
+
+def clear_stale_lock(working_folder: Path | str = ".") -> int:
+    """Remove Snakemake's lock when no coordinator lives; returns how many files that were."""
     folder = Path(working_folder) / ".snakemake"
     try:
         folder.mkdir(exist_ok=True)
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
         return 0
-    removed = 0
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for file in (folder / "locks").glob("*"):
-            file.unlink(missing_ok=True)
-            removed += 1
+        alone = _lock(descriptor) and read_note(working_folder).get("host", _host()) == _host()
+        return _remove_locks(folder) if alone else 0
+    finally:
+        os.close(descriptor)
+
+
+def coordinator_of(working_folder: Path | str = ".") -> dict[str, Any] | None:
+    """The note of the coordinator that works in a folder now; None if there is none."""
+    try:
+        descriptor = os.open(Path(working_folder) / ".snakemake" / LOCK_FILE, os.O_RDWR)
     except OSError:
-        pass
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-    _held.append(descriptor)  # Kept open, so that the lock lives as long as this process.
-    return removed
+        return None
+    try:
+        return read_note(working_folder) if _lock(descriptor) is False else None
+    finally:
+        os.close(descriptor)
+
+
+def read_note(working_folder: Path | str = ".") -> dict[str, Any]:
+    """Who said last that it works in a folder; empty if nobody did."""
+    try:
+        note = json.loads((Path(working_folder) / ".snakemake" / NOTE_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def refusal_line(folder: Path, note: dict[str, Any]) -> str:
+    """Why a second coordinator does not start, who the first one is, and what to do."""
+    who, stop = "which left no note", "end it"
+    if note:
+        job = f", Slurm job {note['slurm_job']}" if note.get("slurm_job") else ""
+        who = f"host {note.get('host')}, process {note.get('pid')}{job}, since {note.get('since')}"
+        stop = "pharos submit --stop" if job else f"kill -INT {note.get('pid')} on that host"
+    return (
+        f"{folder}: another run works on these results ({who}): "
+        f"wait for it, or stop it first ({stop})"
+    )
+
+
+def check_no_job_is_left(working_folder: Path | str = ".") -> None:
+    """Refuse to run outside of Slurm while Slurm jobs of an earlier run may still work here.
+
+    Raises
+    ------
+    InputError
+        There are such jobs, or Slurm does not answer and there may be.
+    """
+    name = scheduler.run_name(working_folder)
+    if not any(left.run == name for left in Ledger(working_folder).read()):
+        return
+    go_on = f"go on with --profile profiles/slurm, or cancel them: scancel --name={name}"
+    try:
+        queued = scheduler.queue(name)
+    except scheduler.NoAnswer as silence:
+        raise InputError(
+            f"Slurm jobs of an earlier run may still work on these results, and Slurm does not "
+            f"answer ({silence}); {go_on}"
+        ) from None
+    live = [job for job, found in queued.items() if found.state not in scheduler.ENDED]
+    if live:
+        raise InputError(
+            f"{len(live)} Slurm jobs of an earlier run still work on these results "
+            f"({', '.join(live[:5])}{', ...' if len(live) > 5 else ''}); {go_on}"
+        )
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _lock(descriptor: int, patience_s: float = 0.0) -> bool | None:
+    """Take the lock alone; False if another process has it, None if there are no locks here."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return None
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.1)
+
+
+def _remove_locks(folder: Path) -> int:
+    files = list((folder / "locks").glob("*"))
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
+
+
+def _beat(note: Path) -> None:
+    while _held.get("note") == note:
+        time.sleep(BEAT_S)
+        with contextlib.suppress(OSError):
+            os.utime(note)
+
+
+def _beats(note: Path) -> bool:
+    """Whether somebody touches this file; takes up to :data:`SILENT_FOR_S` to say no."""
+
+    def touched() -> int | None:
+        try:
+            with note.open() as file:  # Opening makes a network file system look again.
+                return os.fstat(file.fileno()).st_mtime_ns
+        except OSError:
+            return None
+
+    before, deadline = touched(), time.monotonic() + SILENT_FOR_S
+    while before is not None and time.monotonic() < deadline:
+        time.sleep(0.5)
+        if touched() != before:
+            return touched() is not None
+    return False
