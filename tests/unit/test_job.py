@@ -119,6 +119,45 @@ def test_a_job_ends_soon_after_its_coordinator_was_killed(tmp_path):
     assert "coordinator.gone" in (tmp_path / "a.log").read_text()
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_job_that_is_told_to_stop_ends_in_one_line_whatever_swallows_errors(tmp_path, name):
+    body = (
+        "import os, signal, time\n"
+        f"try: os.kill(os.getpid(), signal.{name}); time.sleep(60)\n"
+        "except Exception: pass"
+    )
+    done, log = run_job(tmp_path, body)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"pharos: error: stopped by {name} (")
+    assert done.stderr.count("\n") == 1
+    assert json.loads(log[-1])["event"] == "failed"
+
+
+def test_a_signal_ignored_by_whoever_started_the_job_is_heard_by_the_job(tmp_path):
+    previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        done, _ = run_job(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)")
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert done.returncode == 1
+    assert done.stderr.startswith("pharos: error: stopped by SIGUSR1 (")
+
+
+def test_stopping_signals_can_be_collected_and_are_heard_again_afterwards(tmp_path):
+    body = (
+        "import os, signal\n"
+        "from pharos.runtime.job import collect_stopping_signals\n"
+        "with collect_stopping_signals() as received:\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print(received)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    done, log = run_job(tmp_path, body)
+    assert log[-2] == "['SIGUSR1', 'SIGTERM']"
+    assert done.stderr.startswith("pharos: error: stopped by SIGTERM (")
+
+
 def alive(pid):
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

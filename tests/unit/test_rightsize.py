@@ -123,6 +123,12 @@ def test_a_log_here_makes_a_job_ours_wherever_it_was_submitted_from():
     assert accounting(elsewhere, {"12": "corpus"}) == []
 
 
+@pytest.mark.parametrize("comment", ["rule_report", "rule_report 0123456789abcdef"])
+def test_a_rule_without_wildcards_and_with_what_the_executor_notes(comment):
+    changed = EIGHT_HOURS.replace("rule_evaluate_wildcards_tiny_watch_7_base", comment)
+    assert [job.rule for job in accounting(changed)] == ["report"]
+
+
 def test_a_comment_may_hold_line_breaks_and_delimiters():
     odd = EIGHT_HOURS.replace("_base", "_ba|se\nmore|of it")
     assert [job.rule for job in accounting(odd)] == ["evaluate"]

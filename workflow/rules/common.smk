@@ -2,7 +2,12 @@
 
 from pathlib import Path
 
-from pharos.cluster.coordinator import check_working_folder, guard, share_code
+from pharos.cluster.coordinator import (
+    check_working_folder,
+    guard,
+    leave_signals_to_the_work,
+    share_code,
+)
 from pharos.config import check_config_file, load_config, seed_pairs
 from pharos.errors import InputError, explained
 from pharos.models.check import check_before_run
@@ -23,6 +28,8 @@ if workflow.is_main_process:
     with explained():
         check_working_folder()
     guard(workflow)
+else:
+    leave_signals_to_the_work()
 
 MODELS = CONFIG["models"]
 TASKS = CONFIG["tasks"]

@@ -13,6 +13,7 @@ import fcntl
 import functools
 import json
 import os
+import signal
 import socket
 import tempfile
 import threading
@@ -40,6 +41,16 @@ def share_code() -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if str(SOURCE_FOLDER) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(SOURCE_FOLDER), *paths])
+
+
+def leave_signals_to_the_work() -> None:
+    """In a job's Snakemake processes: do not die of the signal that is meant for the script.
+
+    Slurm sends what ``--signal`` asks for to every process of a step. Python dies of SIGUSR1, and
+    with Snakemake the step would end before the script has saved. An ignored signal stays ignored
+    in the processes started from here, until the script's own frame handles it.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def check_working_folder(working_folder: Path | str = ".") -> None:

@@ -210,7 +210,7 @@ def parse_accounting(text: str, folder: Path, rules: dict[str, str]) -> list[Run
             jobs[job_id] = fields
     found = []
     for job_id, fields in jobs.items():
-        named = re.match(r"rule_(.+?)(?:_wildcards_|$)", fields[-1])
+        named = re.match(r"rule_(\w+?)(?:_wildcards_|\b)", fields[-1])
         logged = rules.get(job_id)
         if named is None:
             rule = logged

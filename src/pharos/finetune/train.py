@@ -1,14 +1,11 @@
 """LoRA fine-tuning: one plain loop that can be killed at any step and goes on exactly there."""
 
-import contextlib
 import json
 import math
-import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import safetensors.torch
@@ -26,9 +23,9 @@ from pharos.finetune.data import Example, batches_of_epoch, data_digest, encode_
 from pharos.finetune.packed import batch_loss, check_packing, pack, packed_model
 from pharos.models.load import LoadedModel
 from pharos.runtime.artifacts import digest_of, sha256_file, write_bytes_atomic
+from pharos.runtime.job import collect_stopping_signals
 from pharos.runtime.log import Progress, log_event
 
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
 
@@ -170,7 +167,7 @@ def _train(
 
     with (
         Progress("finetune", steps, "step") as progress,
-        _stop_signals() as stopped_by,
+        collect_stopping_signals() as stopped_by,
         packed_model(model),
         torch.autocast(loaded.device, torch.bfloat16, enabled=loaded.dtype == "bfloat16"),
     ):
@@ -304,22 +301,6 @@ def _check_vocabulary(model: Any, examples: Sequence[Example]) -> None:
                 f"item {example.id!r}: token {max(example.ids)} is beyond the model's embedding "
                 f"of {rows} rows: the tokenizer is not this model's"
             )
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[list[str]]:
-    """Collect the names of stopping signals instead of dying of them."""
-    received: list[str] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        received.append(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, remember) for number in STOPPING_SIGNALS}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _tensors(

@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pharos.errors import PharosError
@@ -21,6 +22,13 @@ from pharos.runtime.provenance import provenance
 from pharos.runtime.threads import Binding, bind_threads
 
 COORDINATOR_POLL_S = 2.0
+# What Slurm sends: SIGTERM when a job is cancelled, preempted or out of time, and SIGUSR1 ahead of
+# that where the profile asks for it.
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(BaseException):
+    """The job was told to stop; like KeyboardInterrupt, nothing on the way may swallow it."""
 
 
 class Job:
@@ -72,10 +80,11 @@ def job(log_path: Path | str | None, threads: int) -> Iterator[Job]:
     before the body imports anything numerical, and the first line of the log is ``run.context``.
     A :class:`~pharos.errors.PharosError` becomes one line in the log and on the terminal and the
     exit status it carries; any other exception leaves its traceback in the log, one line on the
-    terminal, and exit status 1.
+    terminal, and exit status 1. A stopping signal ends the work likewise, wherever it stands; what
+    can save its state collects the signals meanwhile (:func:`collect_stopping_signals`).
     """
     status = 0
-    with _explain(log_path), log.redirect_to(log_path):
+    with _explain(log_path), log.redirect_to(log_path), _end_when_told():
         try:
             check_environment()
             if log_path is not None:
@@ -92,6 +101,9 @@ def job(log_path: Path | str | None, threads: int) -> Iterator[Job]:
         except PharosError as error:
             status = error.exit_code
             _say_failed(str(error), log_path)
+        except Stopped as stopped:
+            status = 1
+            _say_failed(str(stopped), log_path)
         except Exception as error:
             status = 1
             traceback.print_exc()
@@ -114,6 +126,40 @@ def _explain(log_path: Path | str | None) -> Iterator[None]:
     except OSError as error:
         print(f"pharos: error: {log_path}: {error.strerror}", file=log.terminal, flush=True)
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def collect_stopping_signals() -> Iterator[list[str]]:
+    """The names of the stopping signals that arrive meanwhile, instead of ending the work."""
+    received: list[str] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number).name)
+
+    with _handling(remember):
+        yield received
+
+
+@contextlib.contextmanager
+def _end_when_told() -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Stopped(
+            f"stopped by {signal.Signals(number).name} (cancelled, preempted, out of time, or its "
+            "coordinator is gone); the same command starts it again"
+        )
+
+    with _handling(end):
+        yield
+
+
+@contextlib.contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in STOPPING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def end_with_coordinator() -> None:
