@@ -14,7 +14,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; return 0, 1 for a failed check, 2 for a refused input."""
     parser = build_parser()
     try:
-        chosen = parser.parse_args(arguments)
+        chosen, rest = parser.parse_known_args(arguments)
+        if "rest" in chosen:
+            chosen.rest = rest
+        elif rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         status: int = chosen.run(chosen)
         sys.stdout.flush()
         return status
@@ -31,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command line's parser."""
-    from pharos.cluster import rightsize
+    from pharos.cluster import rightsize, submit
     from pharos.gate import command as gate_command
     from pharos.gate import compare
     from pharos.models import command as models_command
@@ -43,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_parser(subparsers)
     models_command.add_parser(subparsers)
     rightsize.add_parser(subparsers)
+    submit.add_parser(subparsers)
     context = subparsers.add_parser(
         "context", help="print the CPUs, thread limits and pools a job would get here"
     )

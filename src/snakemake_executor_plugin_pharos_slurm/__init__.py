@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import re
 import shlex
 import signal
 import threading
@@ -47,8 +46,6 @@ AGAIN_AFTER_S = 5.0
 DISTURBANCES = 10  # Node failures and preemptions that cost a step no attempt.
 CANCELLER_WITHIN_S = 5.0  # How long the database gets to say who cancelled a job.
 
-DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
-
 T = TypeVar("T")
 Key = tuple[str, ...]
 
@@ -67,7 +64,8 @@ class Executor(stock.Executor):
 
     def __init__(self, workflow: Any, logger: Any) -> None:
         """Clean the environment before the first Slurm client is called."""
-        clean_environment()
+        for name in os.environ.keys() - scheduler.outside_of_job(os.environ).keys():
+            del os.environ[name]
         self._closing = threading.Event()
         super().__init__(workflow, logger)
 
@@ -541,22 +539,6 @@ class Executor(stock.Executor):
         if subject not in self._told:
             self._told.add(subject)
             self.logger.warning(message)
-
-
-def clean_environment() -> None:
-    """Take out what Slurm gave to the job that this process runs in, so that no job inherits it.
-
-    Its CPU binding, memory, devices and temporary folder are not those of the jobs to come. What
-    leads to the cluster (SLURM_CONF) stays.
-    """
-    own = os.environ.get("SLURM_JOB_ID")
-    if own is None:
-        return
-    for name, value in list(os.environ.items()):
-        of_slurm = name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"
-        of_job = name == "TMPDIR" and re.search(rf"\b{own}\b", value)
-        if of_slurm or of_job or name in DEVICE_VARIABLES:
-            del os.environ[name]
 
 
 def is_live(state: str | None) -> bool:

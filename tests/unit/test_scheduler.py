@@ -121,3 +121,25 @@ def test_a_folder_has_one_name_and_another_folder_another(tmp_path):
     assert run_name(odd) != run_name(tmp_path)
     assert run_name(odd).startswith("pharos_my-sweep-")
     assert all(c.isascii() and (c.isalnum() or c in "_-") for c in run_name(odd))
+
+
+def test_a_job_hands_nothing_of_its_own_to_the_jobs_it_submits():
+    given = {
+        "SLURM_JOB_ID": "12",
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+        "SLURM_MEM_PER_NODE": "4000",
+        "SLURMD_NODENAME": "cpu1",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "TMPDIR": "/tmp/slurm.12",
+    }
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "lab", "HOME": "/home/u"}
+    assert scheduler.outside_of_job({**given, **kept}) == kept
+    assert scheduler.outside_of_job({**given, **kept, "TMPDIR": "/tmp/u120"}) == {
+        **kept,
+        "TMPDIR": "/tmp/u120",
+    }
+
+
+def test_outside_of_a_job_the_environment_is_the_users():
+    given = {"SLURM_CLUSTERS": "b", "CUDA_VISIBLE_DEVICES": "1", "TMPDIR": "/tmp/12"}
+    assert scheduler.outside_of_job(given) == given

@@ -5,13 +5,14 @@ import os
 import pwd
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ANSWER_WITHIN_S = 60.0
 SUBMIT_WITHIN_S = 180.0
 IDS_A_QUERY = 500
+DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
 
 # What a job's state means to who waits for it; a state that is not here is one of a job that
 # still waits, runs or ends.
@@ -196,7 +197,9 @@ def why(state: str, accounted: Accounted | None = None) -> str:
     return words.get(state, state)
 
 
-def submit(command: Sequence[str], script: str) -> str:
+def submit(
+    command: Sequence[str], script: str, environment: Mapping[str, str] | None = None
+) -> str:
     """Hand a batch script to ``sbatch --parsable …``; returns what it prints, the job id.
 
     Raises
@@ -208,7 +211,7 @@ def submit(command: Sequence[str], script: str) -> str:
     Refused
         Slurm will not have this job; the message is sbatch's.
     """
-    return ask(command, script, SUBMIT_WITHIN_S).strip().split(";")[0]
+    return ask(command, script, SUBMIT_WITHIN_S, environment).strip().split(";")[0]
 
 
 def cancel(jobs: Iterable[str]) -> None:
@@ -223,10 +226,22 @@ def cancel_all(name: str) -> None:
     ask(["scancel", f"--user={os.getuid()}", f"--name={name}"])
 
 
-def ask(command: Sequence[str], text: str | None = None, within_s: float = ANSWER_WITHIN_S) -> str:
-    """Run a Slurm client and return its standard output."""
+def ask(
+    command: Sequence[str],
+    text: str | None = None,
+    within_s: float = ANSWER_WITHIN_S,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run a Slurm client and return its standard output; its environment is this process's.
+
+    Raises
+    ------
+    NoAnswer, Refused
+        It fails; see :func:`refusal`.
+    """
+    environment = os.environ if environment is None else environment
     # A user's own defaults (SQUEUE_PARTITION, say) would hide jobs from us.
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SACCT_"))}
+    ours = {k: v for k, v in environment.items() if not k.startswith(("SQUEUE_", "SACCT_"))}
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=within_s, env=ours
@@ -248,6 +263,25 @@ def refusal(program: str, stderr: str) -> NoAnswer | Refused:
     if program not in ("sbatch", "scancel") or _NO_ANSWER.search(said):
         return NoAnswer(said)
     return Refused(said)
+
+
+def outside_of_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what Slurm gave to the job that this process runs in, if any.
+
+    Its CPU binding, memory, devices and temporary folder are not those of the jobs that are
+    submitted from there. What leads to the cluster (SLURM_CONF) stays.
+    """
+    job = environment.get("SLURM_JOB_ID")
+    if job is None:
+        return dict(environment)
+
+    def is_of_job(name: str) -> bool:
+        if name == "TMPDIR":
+            return re.search(rf"\b{job}\b", environment[name]) is not None
+        of_slurm = name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"
+        return of_slurm or name in DEVICE_VARIABLES
+
+    return {name: value for name, value in environment.items() if not is_of_job(name)}
 
 
 def _user(uid: str) -> str:
