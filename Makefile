@@ -1,6 +1,7 @@
 # make run    set up, then run the embedded default        make lint   format, lint, types
 # make test   set up, then run the tests                   make clean  remove results and caches
 # make bench  time the shortcut gate beside scikit-learn
+# make test-slow   run the tests that take many minutes
 # make slurm-up    start a private Slurm in .slurm     make slurm-down  end it
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ RUN_STAMP = $(VENV)/.run-$(inputs)
 DEV_STAMP = $(VENV)/.dev-$(inputs)
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test lint format bench clean slurm-up slurm-down
+.PHONY: setup run test test-slow lint format bench clean slurm-up slurm-down
 
 setup: $(RUN_STAMP)
 
@@ -23,6 +24,9 @@ run: $(RUN_STAMP)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check src tests workflow/scripts

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import cluster as private
+import tiny_models
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +23,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[private.Cluste
     made.start()
     yield made
     made.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.write_chat_model(tmp_path_factory.mktemp("models") / "tiny model")

@@ -12,9 +12,6 @@ rule corpus:
     conda:
         "../../environment.yml"
     threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         task=lambda wc: corpus_settings(wc.task),
     script:

@@ -18,9 +18,6 @@ rule shortcut_gate:
     conda:
         "../../environment.yml"
     threads: 1
-    resources:
-        mem_mb=4000,
-        runtime=60,
     params:
         settings={
             key: value
@@ -44,9 +41,6 @@ rule admit_corpus:
     conda:
         "../../environment.yml"
     threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=5,
     params:
         enforce=CONFIG["shortcut_gate"]["enforce"],
     script:
@@ -89,9 +83,6 @@ rule promotion_gate:
     conda:
         "../../environment.yml"
     threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         settings=CONFIG["promotion_gate"],
     script:
@@ -114,9 +105,6 @@ rule determinism:
     conda:
         "../../environment.yml"
     threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=5,
     params:
         corpora=CORPORA,
     script:

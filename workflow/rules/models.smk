@@ -13,9 +13,6 @@ rule prefetch:
     conda:
         "../../environment.yml"
     threads: 1
-    resources:
-        mem_mb=8000,
-        runtime=240,
     params:
         model=lambda wc: {
             key: value
@@ -43,9 +40,6 @@ rule adopt_adapter:
     conda:
         "../../environment.yml"
     threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=60,
     params:
         source=lambda wc: adapter_source(wc.adapter),
         pin="results/pins/{model}/{adapter}.json",

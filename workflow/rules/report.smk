@@ -20,9 +20,6 @@ rule report:
     conda:
         "../../environment.yml"
     threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=15,
     params:
         title=CONFIG["report"]["title"],
     script:
