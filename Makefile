@@ -14,9 +14,12 @@ RUN_STAMP = $(VENV)/.run-$(inputs)
 DEV_STAMP = $(VENV)/.dev-$(inputs)
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test test-slow lint format bench clean slurm-up slurm-down
+.PHONY: setup dev run test test-slow lint format bench clean slurm-up slurm-down
 
 setup: $(RUN_STAMP)
+
+# Also what `make lint`, `make test` and the target verify run.
+dev: $(DEV_STAMP)
 
 run: $(RUN_STAMP)
 	$(BIN)/snakemake --profile profiles/local $(SNAKEMAKE_ARGS)

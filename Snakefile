@@ -33,6 +33,7 @@ include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/finetune.smk"
 include: "workflow/rules/probe.smk"
 include: "workflow/rules/report.smk"
+include: "workflow/rules/verify.smk"
 
 
 rule all:

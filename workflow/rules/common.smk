@@ -8,6 +8,7 @@ from pharos.cluster.coordinator import (
     leave_signals_to_the_work,
     share_code,
 )
+from pharos.cluster.verify import code_digest
 from pharos.config import check_config_file, load_config, seed_pairs
 from pharos.errors import InputError, explained
 from pharos.models.check import check_before_run
