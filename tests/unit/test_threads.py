@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,50 @@ def test_a_cgroup_v1_quota_counts(tmp_path):
     assert budget(tmp_path, "4:cpu,cpuacct:/job\n", files).cgroup == 4
     files["cpu,cpuacct/job/cpu.cfs_quota_us"] = "-1"
     assert budget(tmp_path, "4:cpu,cpuacct:/job\n", files).cgroup is None
+
+
+def _controllers(group):
+    listed = group / "cgroup.controllers"
+    return listed.read_text().split() if listed.exists() else []
+
+
+@pytest.fixture(params=["v1", "v2"])
+def one_cpu_group(request):
+    """A real cgroup with a quota of one CPU, below this process's own."""
+    root = Path("/sys/fs/cgroup")
+    own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    if request.param == "v1":
+        places = [root / names / path[1:] for _, names, path in own if "cpu" in names.split(",")]
+        quota = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "100000"}
+    else:
+        found = [root / path[1:] for _, names, path in own if names == ""]
+        places = [place for place in found if "cpu" in _controllers(place)]
+        quota = {"cpu.max": "100000 100000"}
+    if not places:
+        pytest.skip(f"this machine has no CPU controller of cgroups {request.param}")
+    group = places[0] / f"pharos-test-{os.getpid()}"
+    try:
+        if request.param == "v2":
+            (places[0] / "cgroup.subtree_control").write_text("+cpu")
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup {request.param} can be made here: {error}")
+    for name, text in quota.items():
+        (group / name).write_text(text)
+    yield group
+    group.rmdir()
+
+
+def test_the_quota_of_a_real_cgroup_counts(one_cpu_group):
+    code = f"""
+import os; from pathlib import Path
+Path({str(one_cpu_group / "cgroup.procs")!r}).write_text(str(os.getpid()))
+from pharos.runtime.threads import bind_threads
+binding = bind_threads(8)
+print(binding.cpus.cgroup, binding.bound)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "1"]
 
 
 def test_slurm_counts_only_inside_a_job(tmp_path):
