@@ -322,7 +322,7 @@ class Executor(stock.Executor):
         call = get_submit_command(
             job, parameters, settings=settings, failed_nodes=self._failed_nodes
         )
-        return str(call + set_gres_string(job))
+        return str(call + set_gres_string(job) + stop_signal(job))
 
     def _request_of(self, job: Any) -> str:
         return digest_of(shlex.split(self._call(job)))
@@ -366,6 +366,9 @@ class Executor(stock.Executor):
             [info.external_jobid for info in active_jobs if info.external_jobid not in queued]
         )
         states = {info.external_jobid: self._state(info, queued, accounted) for info in active_jobs}
+        for job in [job for job, state in states.items() if state in scheduler.FAILED]:
+            if await asyncio.to_thread(scheduler.preempted, job):
+                states[job] = "PREEMPTED"
         bad = scheduler.FAILED | scheduler.DISTURBED
         reasons = await self._reasons({job: s for job, s in states.items() if s in bad})
         for info in active_jobs:
@@ -539,6 +542,19 @@ class Executor(stock.Executor):
         if subject not in self._told:
             self._told.add(subject)
             self.logger.warning(message)
+
+
+def stop_signal(job: Any) -> str:
+    """sbatch's option that has a job told to save ``stop_ahead_s`` seconds before its limit.
+
+    At most half of its time ahead, so that a short job gets on at all. To the steps, not to the
+    batch shell (``B:``): that one would die of it, and the job with it.
+    """
+    ahead_s = job.resources.get("stop_ahead_s")
+    minutes = job.resources.get("runtime")
+    if not ahead_s or not minutes:
+        return ""
+    return f" --signal=USR1@{min(ahead_s, 30 * minutes)}"
 
 
 def is_live(state: str | None) -> bool:

@@ -155,6 +155,31 @@ def test_what_the_site_ended_is_submitted_again_a_stated_number_of_times(executo
     assert executor.ended["1"].startswith("Slurm job 1: ")
 
 
+def test_a_job_that_saved_and_ended_in_its_grace_time_was_preempted_too(
+    executor, slurm, monkeypatch
+):
+    slurm.queued = {"1": "FAILED", "2": "FAILED"}
+    slurm.accounted = {"1": Accounted("1", "FAILED", exit_code="1:0")}
+    monkeypatch.setattr(scheduler, "preempted", lambda job: job == "1")
+    look(executor, active(executor, "1"), active(executor, "2"))
+    assert executor.again == [("step 1", 1)]
+    assert list(executor.ended) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "option"),
+    [
+        ({"runtime": 240, "stop_ahead_s": 300}, " --signal=USR1@300"),
+        ({"runtime": 4, "stop_ahead_s": 300}, " --signal=USR1@120"),
+        ({"runtime": 240, "stop_ahead_s": 0}, ""),
+        ({"runtime": 240}, ""),
+        ({"stop_ahead_s": 300}, ""),
+    ],
+)
+def test_a_job_is_told_to_stop_ahead_of_its_limit_if_it_has_one(resources, option):
+    assert plugin.stop_signal(SimpleNamespace(resources=resources)) == option
+
+
 def test_a_scheduler_that_is_silent_ends_no_job_and_is_mentioned_once(executor, slurm, caplog):
     caplog.set_level(logging.INFO)
     infos = [active(executor, "1"), active(executor, "2")]

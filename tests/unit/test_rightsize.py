@@ -303,10 +303,10 @@ def test_without_slurm_benchmark_files_are_enough(no_slurm, capsys):
     write_benchmark(no_slurm / "results/benchmarks", "evaluate/tiny/watch/seed7/base.tsv", row)
     assert main(["rightsize", "--margin", "2"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("# evaluate: used 2 min; used 1400 MB; used 0.9 CPUs (1 job)\n")
+    assert out.startswith("# evaluate: used 2 min; used 1250 MB; used 0.9 CPUs (1 job)\n")
     assert "there is no Slurm here" in out
     assert yaml.safe_load(out) == {
-        "set-resources": {"evaluate": {"mem_mb": "attempt * 4200", "runtime": "attempt * 5"}}
+        "set-resources": {"evaluate": {"mem_mb": "attempt * 3800", "runtime": "attempt * 5"}}
     }
 
 

@@ -66,10 +66,30 @@ def test_sacct_says_who_cancelled_and_which_step_ran_out_of_memory():
         # The database may lag behind the queue.
         ("CANCELLED", Accounted("1", "RUNNING"), "cancelled"),
         ("PREEMPTED", None, "preempted by a job of higher priority"),
+        # It saved and ended by itself within its grace time.
+        ("PREEMPTED", Accounted("1", "FAILED", exit_code="1:0"), "preempted by"),
     ],
 )
 def test_the_reason_is_said_in_words(state, accounted, words):
     assert words in why(state, accounted)
+
+
+@pytest.mark.parametrize(
+    ("shown", "answer"),
+    [
+        ("PreemptEligibleTime=2026-11-30T20:28:02 PreemptTime=2026-11-30T20:28:20", True),
+        ("PreemptEligibleTime=2026-11-30T20:28:02 PreemptTime=None", False),
+        (None, False),
+    ],
+)
+def test_whether_a_job_was_told_to_make_way(monkeypatch, shown, answer):
+    def ask(command):
+        if shown is None:
+            raise NoAnswer("scontrol: Invalid job id specified")
+        return f"JobId=8 JobState=FAILED {shown} StartTime=2026-11-30T20:28:02"
+
+    monkeypatch.setattr(scheduler, "ask", ask)
+    assert scheduler.preempted("8") is answer
 
 
 @pytest.mark.parametrize(

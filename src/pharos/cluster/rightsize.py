@@ -29,8 +29,8 @@ FACTOR_BEYOND_A_LIMIT = 2.0
 # itself ahead of its time, and a job killed for its memory can be called FAILED.
 NEAR_TIME_LIMIT = 0.8
 NEAR_MEMORY_LIMIT = 0.95
-# Benchmark files see the work alone; in a job, two processes of Snakemake stand beside it.
-SNAKEMAKE_MB = 400
+# Benchmark files see the work alone; in a job, Snakemake, srun and a shell stand beside it.
+SNAKEMAKE_MB = 250
 LEAST_MB, STEP_MB = 500, 100
 LEAST_MINUTES = 5
 

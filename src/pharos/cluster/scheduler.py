@@ -164,6 +164,18 @@ def parse_sacct(text: str) -> dict[str, Accounted]:
     return found
 
 
+def preempted(job: str) -> bool:
+    """Whether Slurm told this job to make way; False where it no longer knows.
+
+    A job that saves and ends within its grace time ends as FAILED, not as PREEMPTED.
+    """
+    try:
+        shown = ask(["scontrol", "show", "job", "--oneliner", job])
+    except NoAnswer:
+        return False
+    return re.search(r"\bPreemptTime=\d", shown) is not None
+
+
 def why(state: str, accounted: Accounted | None = None) -> str:
     """Why a job ended, in words: ``"out of memory (asked for 8000M, used 9120M)"``.
 
@@ -171,7 +183,7 @@ def why(state: str, accounted: Accounted | None = None) -> str:
     says more.
     """
     known = accounted or Accounted("", "")
-    if known.state in FAILED | DISTURBED:
+    if state != "PREEMPTED" and known.state in FAILED | DISTURBED:
         state = known.state
     on = f" ({known.nodes})" if known.nodes else ""
     status, _, signal = known.exit_code.partition(":")
