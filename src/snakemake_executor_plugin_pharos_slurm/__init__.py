@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,12 +100,13 @@ class Executor(stock.Executor):
 
     def _settle_leftovers(self) -> None:
         left, states = self._survey()
-        if not left and not states:
-            return
         steps = {tuple(sorted(map(str, job.output))): job for job in self.dag.jobs if job.output}
         known = {submission.job for submission in left}
         unwanted = {job for job, state in states.items() if job not in known and is_live(state)}
+        if not left and not unwanted:
+            return
         counts = dict.fromkeys(("take over", "count as done", "cancel", "keep", "forget"), 0)
+        files_by = time.monotonic() + self.workflow.execution_settings.latency_wait
         for submission in left:
             state = "COMPLETED" if self.ledger.is_done(submission.token) else None
             if submission.job is not None:
@@ -114,11 +115,13 @@ class Executor(stock.Executor):
             fate = judge(submission, state, self._wanted(job, submission) if job else None)
             if fate == "take over" and submission.key in self._taken_over:
                 fate = "cancel" if is_live(state) else "forget"
+            if job and state in scheduler.DONE and not self._are_there(job.output, files_by):
+                fate = "forget"
             counts[fate] += 1
             if job and fate == "take over":
                 self._taken_over[submission.key] = submission
                 job.attempt = submission.attempt
-            elif job and fate == "count as done" and all(map(os.path.exists, job.output)):
+            elif job and fate == "count as done":
                 self.workflow.async_run(self.workflow.persistence.finished(job))
             elif fate == "cancel" and submission.job is not None:
                 unwanted.add(submission.job)
@@ -163,6 +166,14 @@ class Executor(stock.Executor):
             return Wanted(must_run, ready, forced, work_of(job), self._request_of(job))
         finally:
             job.attempt = attempt
+
+    def _are_there(self, files: Iterable[str], deadline: float) -> bool:
+        """Whether all files exist; a network file system shows some of them late."""
+        while not all(map(os.path.exists, files)):
+            if time.monotonic() > deadline:
+                return False
+            self._pause(0.5)
+        return True
 
     def _cancel_and_wait(self, jobs: set[str]) -> None:
         self.logger.info(
@@ -217,6 +228,9 @@ class Executor(stock.Executor):
 
     def _submit(self, job: Any, disturbed: int) -> Submission:
         validate_slurm_extra(job)
+        for name in ("cluster", "clusters", "slurm_cluster"):
+            if job.resources.get(name):
+                raise WorkflowError(f"{name}: jobs are watched on this Slurm's own cluster only")
         wildcards = get_job_wildcards(job)
         rule = f"group_{job.name}" if job.is_group() else f"rule_{job.name}"
         log = self.slurm_logdir / rule / wildcards / "%j.log"

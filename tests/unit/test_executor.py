@@ -69,6 +69,7 @@ def executor(tmp_path, slurm, monkeypatch):
     made.workflow = SimpleNamespace(
         executor_settings=SimpleNamespace(keep_successful_logs=True),
         dag_settings=SimpleNamespace(forceall=False, forcerun=set(), forcetargets=False),
+        execution_settings=SimpleNamespace(latency_wait=0),
     )
     made.ended, made.again, made.pauses = {}, [], []
     made.report_job_success = lambda info: made.ended.update({info.external_jobid: "success"})
@@ -274,7 +275,7 @@ def step(executor, monkeypatch):
         input=[],
         wildcards=["w"],
         non_derived_params=[],
-        resources=SimpleNamespace(),
+        resources={},
         is_group=lambda: False,
     )
     return job, tries
@@ -375,6 +376,29 @@ def test_leftovers_are_taken_over_cancelled_or_forgotten_before_anything_starts(
     assert slurm.cancelled == ["2", "3", "4", "6"]
     assert {found.job for found in executor.ledger.read()} == {"1", "5"}
     assert "1 are taken over, 0 had ended well; 4 jobs were cancelled" in caplog.text
+
+
+def test_a_job_that_ended_well_counts_while_its_files_are_there(
+    executor, slurm, monkeypatch, tmp_path
+):
+    there, deleted = Job("there"), Job("deleted")
+    executor.dag = Dag(there, deleted)
+    monkeypatch.setattr(executor, "_request_of", lambda job: "r")
+    (tmp_path / "there").touch()
+    active(executor, "1", outputs=["there"], work=plugin.work_of(there))
+    active(executor, "2", outputs=["deleted"], work=plugin.work_of(deleted))
+    slurm.queued = {"1": "COMPLETED", "2": "COMPLETED"}
+    executor._settle_leftovers()
+    assert list(executor._taken_over) == [("there",)]
+    assert [found.job for found in executor.ledger.read()] == ["1"]
+
+
+def test_a_start_without_leftovers_says_nothing(executor, slurm, caplog):
+    caplog.set_level(logging.INFO)
+    executor.dag = Dag(Job("a"))
+    slurm.queued = {"1": "COMPLETED"}
+    executor._settle_leftovers()
+    assert caplog.text == ""
 
 
 def test_the_start_waits_until_cancelled_jobs_are_gone(executor, slurm, monkeypatch):
