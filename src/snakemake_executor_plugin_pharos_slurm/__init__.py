@@ -99,6 +99,8 @@ class Executor(stock.Executor):
     # --- what an earlier run left ---
 
     def _settle_leftovers(self) -> None:
+        if not any(self.dag.needrun_jobs()) and not any(self.ledger.read()):
+            return  # Nothing to be done, whether Slurm answers or not.
         left, states = self._survey()
         steps = {tuple(sorted(map(str, job.output))): job for job in self.dag.jobs if job.output}
         known = {submission.job for submission in left}
@@ -245,19 +247,27 @@ class Executor(stock.Executor):
             attempt=job.attempt,
             disturbed=disturbed,
         )
+        try:
+            submission.job = self._until_accepted(job, submission, log)
+        except BaseException:
+            self.ledger.forget(submission.token)
+            raise
+        submission.log = str(log.with_name(f"{submission.job}.log"))
+        self.ledger.write(submission)
+        return submission
+
+    def _until_accepted(self, job: Any, submission: Submission, log: Path) -> str:
+        """Submit until Slurm has answered; returns the job's id."""
         began, waiting = time.monotonic(), False
         while True:
             self.ledger.write(submission)
             try:
-                submission.job = self._sbatch(job, submission, log)
-                break
+                return self._sbatch(job, submission, log)
             except scheduler.QueueFull as full:
-                self.ledger.forget(submission.token)
                 self._tell_once("full", f"The queue takes no more jobs for now: {full}")
                 self._pause(AGAIN_AFTER_S * 4)
             except scheduler.NoAnswer as silence:
                 if time.monotonic() - began > SILENCE_LIMIT_S:
-                    self.ledger.forget(submission.token)
                     raise WorkflowError(
                         f"Slurm took no job for {SILENCE_LIMIT_S:.0f} s: {silence}"
                     ) from None
@@ -265,15 +275,10 @@ class Executor(stock.Executor):
                     waiting = True
                     self.logger.warning(f"Slurm does not answer; waiting for it: {silence}")
                 self._pause(AGAIN_AFTER_S)
-                submission.job = self._accepted(submission)
-                if submission.job is not None:
-                    break
+                if accepted := self._accepted(submission):
+                    return accepted
             except scheduler.Refused as refused:
-                self.ledger.forget(submission.token)
                 raise WorkflowError(f"sbatch refused the job: {refused}") from None
-        submission.log = str(log.with_name(f"{submission.job}.log"))
-        self.ledger.write(submission)
-        return submission
 
     def _sbatch(self, job: Any, submission: Submission, log: Path) -> str:
         call = self._call(job, run_uuid=self.run_uuid, slurm_logfile=log)

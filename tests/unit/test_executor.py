@@ -319,14 +319,16 @@ def test_a_full_queue_is_waited_for_and_mentioned_once(executor, step, caplog):
     ]
 
 
-@pytest.mark.parametrize("answer", [Refused("Invalid account"), NoAnswer("down")])
-def test_a_refusal_or_a_silence_without_end_is_the_jobs_error(executor, step, monkeypatch, answer):
+@pytest.mark.parametrize(
+    "answer", [Refused("Invalid account"), NoAnswer("down"), WorkflowError("no job id in ''")]
+)
+def test_what_is_not_submitted_has_no_permission_to_work(executor, step, monkeypatch, answer):
     job, tries = step
     monkeypatch.setattr(plugin, "SILENCE_LIMIT_S", -1.0)
     tries.answers = [answer]
     with pytest.raises(WorkflowError, match=str(answer)):
         executor._submit(job, 0)
-    assert list(executor.ledger.read()) == []
+    assert list(executor.ledger.folder.iterdir()) == []
 
 
 # --- what an earlier run left ---
@@ -341,6 +343,9 @@ class Dag:
 
     def needrun(self, job):
         return True
+
+    def needrun_jobs(self):
+        return iter(self.jobs)
 
     def reason(self, job):
         return SimpleNamespace(forced=False)
@@ -399,6 +404,12 @@ def test_a_start_without_leftovers_says_nothing(executor, slurm, caplog):
     slurm.queued = {"1": "COMPLETED"}
     executor._settle_leftovers()
     assert caplog.text == ""
+
+
+def test_with_nothing_to_do_slurm_is_not_asked(executor, slurm, monkeypatch):
+    executor.dag = Dag()
+    monkeypatch.setattr(executor, "_survey", lambda: pytest.fail("asked"))
+    executor._settle_leftovers()
 
 
 def test_the_start_waits_until_cancelled_jobs_are_gone(executor, slurm, monkeypatch):
