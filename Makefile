@@ -4,9 +4,17 @@
 # make test-slow   run the tests that take many minutes
 # make slurm-up    start a private Slurm in .slurm     make slurm-down  end it
 
-PYTHON ?= python3
+PYTHON ?=
 VENV   ?= .venv
 BIN     = $(VENV)/bin
+
+# Where home is small: PHAROS_HOME=/scratch/me make setup puts the environment and every cache
+# there; the environment remembers it.
+PHAROS_HOME ?= $(shell cat $(VENV)/pharos-home 2>/dev/null)
+export PHAROS_HOME
+ifneq ($(PHAROS_HOME),)
+export PIP_CACHE_DIR = $(PHAROS_HOME)/cache/pip
+endif
 
 # A stamp is named after the content of what it was made from: touching a file rebuilds nothing.
 inputs := $(shell cat pyproject.toml constraints.txt Makefile | (sha256sum 2>/dev/null || shasum -a 256) | cut -c1-16)
@@ -14,7 +22,7 @@ RUN_STAMP = $(VENV)/.run-$(inputs)
 DEV_STAMP = $(VENV)/.dev-$(inputs)
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup dev run test test-slow lint format bench clean slurm-up slurm-down
+.PHONY: setup environment dev run test test-slow lint format bench clean slurm-up slurm-down
 
 setup: $(RUN_STAMP)
 
@@ -48,25 +56,19 @@ bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/gate_speed.py
 
 slurm-up:
-	@$(PYTHON) tests/slurm/cluster.py up .slurm $(SLURM_ARGS)
-	@echo 'Now: eval "$$($(PYTHON) tests/slurm/cluster.py env .slurm)"; snakemake --profile profiles/slurm'
+	@$(or $(PYTHON),python3) tests/slurm/cluster.py up .slurm $(SLURM_ARGS)
+	@echo 'Now: eval "$$($(or $(PYTHON),python3) tests/slurm/cluster.py env .slurm)"; snakemake --profile profiles/slurm'
 
 slurm-down:
-	@$(PYTHON) tests/slurm/cluster.py down .slurm
+	@$(or $(PYTHON),python3) tests/slurm/cluster.py down .slurm
 
 clean:
 	rm -rf results .snakemake .cache .mypy_cache .ruff_cache .pytest_cache
 
-# Debian's Python can make an environment only without pip when python3-venv is not installed;
-# pip can then be put there from outside.
-$(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "pharos: error: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12" >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV) || { \
-		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
-		$(PYTHON) -m pip --python $(BIN)/python install pip; }
+environment:
+	@tools/make-environment "$(VENV)" "$(PYTHON)"
 
-$(RUN_STAMP): | $(BIN)/python
+$(RUN_STAMP): | environment
 	$(PIP) install --quiet --constraint constraints.txt --editable .
 	rm -f $(VENV)/.run-*
 	touch $@

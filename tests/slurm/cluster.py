@@ -438,9 +438,9 @@ StorageUser=slurm
         )
 
     def _tool(self, *command: str) -> None:
-        done = subprocess.run(
-            command, env={**os.environ, "PATH": PATH}, capture_output=True, text=True
-        )
+        # mariadb-install-db has temporary files whose names another one's may have.
+        env = {**os.environ, "PATH": PATH, "TMPDIR": f"{self.folder}/tmp"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode:
             said = " ".join((done.stderr or done.stdout).split())[-300:]
             raise ClusterError(f"{command[0]} failed: {said}")

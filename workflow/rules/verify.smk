@@ -9,9 +9,6 @@ rule verify:
     conda:
         "../../environment.yml"
     threads: 2
-    resources:
-        mem_mb=8000,
-        runtime=60,
     params:
         # Other code is verified again.
         code=lambda wc: code_digest(),
