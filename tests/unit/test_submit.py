@@ -85,6 +85,14 @@ def test_a_dry_run_is_no_job(tmp_path, option):
         submit.submit(tmp_path, None, None, ["all", option])
 
 
+def test_a_failed_check_says_what_is_wrong_and_no_more():
+    told = "Using profiles x\npharos: error: config: models: {} should be non-empty\nmore\n"
+    assert submit.complaint(told) == "pharos: error: config: models: {} should be non-empty"
+    told = "preamble\nBuilding DAG of jobs...\nMissingRuleException:\nNo rule to produce a\n"
+    assert submit.complaint(told) == "MissingRuleException:\nNo rule to produce a"
+    assert submit.complaint("unheard of\n") == "unheard of"
+
+
 def test_partition_and_account_are_the_profiles(profile):
     assert submit.profile_defaults(profile) == {
         "slurm_partition": "cpu",

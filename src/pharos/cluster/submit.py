@@ -95,25 +95,26 @@ def submit(folder: Path, profile: str | None, minutes: int | None, rest: Sequenc
     profile = profile or "profiles/slurm"
     defaults = profile_defaults(Path(profile))
     _refuse_a_second(folder)
-    command = [sys.executable, "-m", "snakemake", "--profile", profile]
-    command += ["--directory", str(folder.resolve()), *rest]
-    planned = subprocess.run(
-        [*command, "--dry-run", "--quiet", "all"], capture_output=True, text=True
-    )
+    snakemake = [sys.executable, "-m", "snakemake"]
+    options = ["--profile", profile, "--directory", str(folder.resolve()), *rest]
+    # Not "all", which leaves errors out too.
+    quietly = ["--dry-run", "--quiet", "rules", "progress"]
+    planned = subprocess.run([*snakemake, *quietly, *options], capture_output=True, text=True)
     if planned.returncode:
-        sys.stderr.write(planned.stderr)
+        print(complaint(planned.stderr + planned.stdout), file=sys.stderr)
         return 2
+    command = [*snakemake, *options]
     partition = defaults.get("slurm_partition")
     limit = time_limit(minutes, _partition_limit(partition), partition)
     log = (folder / LOG_FILE).resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
     path = (folder / STATE_FILE).resolve()
-    options = sbatch_options(folder, defaults, limit, log)
-    _write(path, {"command": command, "sbatch": options, "jobs": [], "status": None})
+    sbatch = sbatch_options(folder, defaults, limit, log)
+    _write(path, {"command": command, "sbatch": sbatch, "jobs": [], "status": None})
     coordinator.share_code()
     try:
-        job = scheduler.submit(["sbatch", *options], script(path))
+        job = scheduler.submit(["sbatch", *sbatch], script(path))
     except (scheduler.NoAnswer, scheduler.Refused) as error:
         raise InputError(f"sbatch: {error}") from None
     _update(path, lambda known: known["jobs"].append(job))
@@ -121,6 +122,12 @@ def submit(folder: Path, profile: str | None, minutes: int | None, rest: Sequenc
     print(f"Log: {log}")
     print("pharos submit --state | --follow | --stop")
     return 0
+
+
+def complaint(output: str) -> str:
+    """What a dry run that failed has to say, without Snakemake's preamble."""
+    ours = [line for line in output.splitlines() if line.startswith("pharos: error: ")]
+    return "\n".join(ours) or output.rpartition("Building DAG of jobs...\n")[2].strip()
 
 
 def profile_defaults(profile: Path) -> dict[str, str]:
