@@ -86,7 +86,7 @@ def builder(loaded):
     return PromptBuilder(loaded.tokenizer, PROMPT)
 
 
-def train(loaded, builder, tmp_path, name="adapter", items=None, **settings):
+def train(loaded, builder, tmp_path, name="adapter", items=None, base=None, **settings):
     from pharos.finetune.train import train_adapter
 
     return train_adapter(
@@ -94,7 +94,7 @@ def train(loaded, builder, tmp_path, name="adapter", items=None, **settings):
         builder,
         make_items() if items is None else items,
         {**ADAPTER, **settings},
-        BASE,
+        base or BASE,
         tmp_path / name,
         tmp_path / f"{name}-checkpoints",
     )
@@ -639,6 +639,39 @@ def test_a_checkpoint_of_other_settings_is_not_used_and_this_is_said(
     assert "of another configuration" in capsys.readouterr().err
     data = train(loaded, builder, tmp_path, items=make_items(9))
     assert data.timing["resumed_from"] == []
+    base = train(loaded, builder, tmp_path, base={**BASE, "revision": "other"})
+    assert base.timing["resumed_from"] == []
+
+
+def test_a_checkpoint_of_another_run_put_into_this_ones_folder_is_refused(tmp_path, capsys):
+    save(tmp_path, 2, run="a" * 64)
+    save(tmp_path, 1, run="b" * 64)
+    other, own = (checkpoints.run_folder(tmp_path, run * 64) for run in "ab")
+    for file in other.iterdir():
+        file.rename(own / file.name)
+    state, _ = load(tmp_path, run="b" * 64)
+    assert state.step == 1
+    assert "of another configuration, data set or base" in capsys.readouterr().err
+
+
+def test_a_training_that_goes_on_on_another_platform_says_so(
+    loaded, builder, tmp_path, monkeypatch, capsys
+):
+    from pharos.finetune import train as module
+
+    def platform(name):
+        monkeypatch.setattr(module, "describe_platform", lambda *_: {"fingerprint": name})
+
+    for name, step in (("here", 2), ("here", 2), ("there", 1)):
+        platform(name)
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            killed_at(patch, step)
+            train(loaded, builder, tmp_path, checkpoint_every_steps=1)
+    assert "on another platform (there) than before (here)" in capsys.readouterr().err
+    training = train(loaded, builder, tmp_path)
+    assert training.timing["resumed_from"] == [2, 4, 5]
+    assert training.timing["platforms"] == ["here", "there"]
+    assert "another platform" not in capsys.readouterr().err
 
 
 def test_how_often_checkpoints_are_written_is_not_part_of_the_run(loaded, builder, tmp_path):

@@ -43,7 +43,7 @@ def main(snakemake):
             config=dict(params.items()),
             seed=int(wildcards.seed),
             device=loaded.device,
-            dtype=loaded.dtype if loaded.precision == "full" else f"nf4/{loaded.dtype}",
+            dtype=loaded.platform_dtype,
             attention=loaded.attention,
             timing=facts["timing"],
             result={

@@ -42,7 +42,7 @@ def main(snakemake):
             config={key: value for key, value in params.items() if key != "checkpoints"},
             seed=int(wildcards.seed),
             device=loaded.device,
-            dtype=loaded.dtype if loaded.precision == "full" else f"nf4/{loaded.dtype}",
+            dtype=loaded.platform_dtype,
             attention=loaded.attention,
             timing=training.timing,
             result={

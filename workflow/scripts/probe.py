@@ -42,7 +42,7 @@ def main(snakemake):
                     params.adapters[name],
                 )
             results[name]["model_version"] = fetched["version"]
-            dtypes.append(loaded.dtype if loaded.precision == "full" else f"nf4/{loaded.dtype}")
+            dtypes.append(loaded.platform_dtype)
             attentions.append(loaded.attention)
             del loaded  # its memory is the next one's
         running.write(

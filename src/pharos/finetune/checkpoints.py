@@ -22,7 +22,7 @@ from pharos.errors import CheckFailed
 from pharos.runtime.artifacts import sha256_file, write_bytes_atomic, write_text_atomic
 from pharos.runtime.log import log_event, warn
 
-FORMAT = 1
+FORMAT = 2
 KEPT = 2
 
 
@@ -32,13 +32,14 @@ class State:
 
     ``losses`` has one entry a step. ``seconds`` is the time spent on these steps, and
     ``resumed_from`` the steps at which the run was taken up again: facts about the run, not
-    about its result.
+    about its result. ``platforms`` has the fingerprint of every platform that it ran on, in order.
     """
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     resumed_from: list[int] = field(default_factory=list)
+    platforms: list[str] = field(default_factory=list)
 
 
 def run_folder(checkpoint_dir: Path | str, run_digest: str) -> Path:
@@ -77,6 +78,7 @@ def save_checkpoint(
             "losses": state.losses,
             "seconds": round(state.seconds, 3),
             "resumed_from": state.resumed_from,
+            "platforms": state.platforms,
         }
         write_text_atomic(record, json.dumps(content) + "\n")
     except OSError as error:
@@ -118,8 +120,8 @@ def load_checkpoint(
             warn(f"{record}: damaged ({error}); going back to the checkpoint before it")
             _remove(folder, step)
             continue
-        state = State(step, content["losses"], content["seconds"], content["resumed_from"])
-        return state, tensors
+        told = (content[key] for key in ("losses", "seconds", "resumed_from", "platforms"))
+        return State(step, *told), tensors
     return None
 
 

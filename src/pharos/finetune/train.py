@@ -24,7 +24,8 @@ from pharos.finetune.packed import batch_loss, check_packing, pack, packed_model
 from pharos.models.load import LoadedModel
 from pharos.runtime.artifacts import digest_of, sha256_file, write_bytes_atomic
 from pharos.runtime.job import collect_stopping_signals
-from pharos.runtime.log import Progress, log_event
+from pharos.runtime.log import Progress, log_event, warn
+from pharos.runtime.platform import describe_platform
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
@@ -136,6 +137,7 @@ def train_adapter(
         "train_s": round(state.seconds, 3),
         "tokens_per_s": round(tokens / state.seconds, 1) if state.seconds else None,
         "resumed_from": state.resumed_from,
+        "platforms": state.platforms,
     }
     return Training(facts, timing)
 
@@ -164,6 +166,7 @@ def _train(
         _restore(parameters, optimizer, tensors, state.step)
         state.resumed_from.append(state.step)
         log_event("resumed", step=state.step, steps=steps)
+    _note_platform(state, loaded)
 
     with (
         Progress("finetune", steps, "step") as progress,
@@ -207,6 +210,19 @@ def _train(
                     "saved, and the same command goes on from there"
                 )
     return state
+
+
+def _note_platform(state: State, loaded: LoadedModel) -> None:
+    """Keep the fingerprint of this platform; another one than before is no reason to lose work."""
+    facts = describe_platform(loaded.device, loaded.platform_dtype, loaded.attention)
+    here = facts["fingerprint"]
+    if state.platforms and state.platforms[-1] != here:
+        warn(
+            f"this training goes on, at step {state.step}, on another platform ({here}) than "
+            f"before ({state.platforms[-1]}): neither alone will give the same adapter"
+        )
+    if state.platforms[-1:] != [here]:
+        state.platforms.append(here)
 
 
 def learning_rate(step: int, steps: int, config: Mapping[str, Any]) -> float:

@@ -33,6 +33,11 @@ class LoadedModel:
     attention: str
     context_length: int | None
 
+    @property
+    def platform_dtype(self) -> str:
+        """``dtype`` as an artifact's platform gives it: ``"bfloat16"``, ``"nf4/bfloat16"``."""
+        return self.dtype if self.precision == "full" else f"{self.precision}/{self.dtype}"
+
 
 def load_model(
     model_result: Mapping[str, Any],
