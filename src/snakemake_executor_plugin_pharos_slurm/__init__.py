@@ -405,6 +405,9 @@ class Executor(stock.Executor):
             else:
                 why = reasons.get(job, f"nobody has known it for {LOST_AFTER_S:.0f} s")
                 log = str(info.aux["slurm_logfile"])
+                # On a full disk the log is empty, and nothing else would say so.
+                if unwritable := coordinator.why_unwritable(Path(log).parent):
+                    why = f"{why}; {Path(log).parent}: {unwritable}"
                 self.report_job_error(
                     info, msg=f"Slurm job {job}: {why} (log: {log}). ", aux_logs=[log]
                 )

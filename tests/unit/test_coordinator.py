@@ -188,6 +188,29 @@ def test_a_copied_folder_asks_about_nobodys_jobs(tmp_path, monkeypatch):
     check_no_job_is_left(tmp_path)
 
 
+def test_a_start_on_a_full_disk_is_refused_in_one_line(tmp_path):
+    code = (
+        "import resource, sys\n"
+        "from pharos.cluster import coordinator\n"
+        "from pharos.errors import explained\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "with explained(): coordinator.check_results_folder(sys.argv[1])"
+    )
+
+    def start(folder):
+        command = [sys.executable, "-c", code, str(folder)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert start(tmp_path / "not there yet").returncode == 0
+    refused = start(tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"pharos: error: {tmp_path}: cannot be written: File too large; make room, then start "
+        "again\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path):
     check_working_folder(tmp_path)
     assert list((tmp_path / ".snakemake/locks").iterdir()) == []

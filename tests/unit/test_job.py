@@ -64,6 +64,24 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path):
     assert list((tmp_path / "results").iterdir()) == []
 
 
+@pytest.mark.parametrize("error", ["CheckFailed('this one')", "ValueError('this one')"])
+def test_where_the_log_has_no_room_the_terminal_still_says_what_failed(tmp_path, error):
+    body = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "try: print('x' * 3000, flush=True)\n"
+        "except OSError: pass\n"
+        f"raise {error}"
+    )
+    done, _ = run_job(tmp_path, body)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("pharos: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("pharos: error: ")
+    assert "this one" in lines[0]
+    assert "Traceback" not in done.stderr
+
+
 def test_too_many_threads_warn_in_the_log_and_mark_the_artifact(tmp_path):
     body = "running.write('a.json', 'test', inputs=[], config={}, result={'x': 1})"
     done, log = run_job(tmp_path, body, threads=4096)

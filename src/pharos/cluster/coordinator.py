@@ -32,6 +32,7 @@ EXECUTOR = "pharos-slurm"
 BEAT_S = 10.0
 SILENT_FOR_S = 25.0  # More than two beats.
 PATIENCE_S = 3.0  # A dry run holds the lock for a moment.
+SMALL_FILE_BYTES = 64 * 1024
 SOURCE_FOLDER = Path(__file__).resolve().parents[2]
 _held: dict[str, Any] = {}
 
@@ -65,12 +66,40 @@ def check_working_folder(working_folder: Path | str = ".") -> None:
     try:
         for part in (folder, folder / "locks"):
             part.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder / "locks").close()
+        why = why_unwritable(folder / "locks")
     except OSError as error:
+        why = error.strerror
+    if why:
         raise InputError(
-            f"{folder}: cannot be written: {error.strerror}; work in a folder of your own "
-            "(--directory)"
-        ) from None
+            f"{folder}: cannot be written: {why}; work in a folder of your own (--directory)"
+        )
+
+
+def check_results_folder(folder: Path | str = "results") -> None:
+    """Refuse to start where no job could write a result.
+
+    Raises
+    ------
+    InputError
+        Naming the folder, if it is there and nothing can be written in it.
+    """
+    if Path(folder).is_dir() and (why := why_unwritable(folder)):
+        raise InputError(f"{folder}: cannot be written: {why}; make room, then start again")
+
+
+def why_unwritable(folder: Path | str) -> str | None:
+    """The system's word for why a small file cannot be written there; ``None`` if one can.
+
+    Written and not asked for: a quota shows in no count of free blocks.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(SMALL_FILE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def guard(workflow: Any) -> None:
@@ -89,6 +118,7 @@ def guard(workflow: Any) -> None:
                 clear_stale_lock()
             else:
                 claim()
+                check_results_folder()
                 if executor_plugin.name != EXECUTOR:
                     check_no_job_is_left()
         return execute(*args, executor_plugin=executor_plugin, **settings)

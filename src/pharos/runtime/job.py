@@ -106,7 +106,8 @@ def job(log_path: Path | str | None, threads: int) -> Iterator[Job]:
             _say_failed(str(stopped), log_path)
         except Exception as error:
             status = 1
-            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
             what = f"{type(error).__name__}: {error}"
             if isinstance(error, OSError) and error.filename and error.strerror:
                 what = f"{error.filename}: {error.strerror}"
@@ -213,6 +214,8 @@ def _process(pid: int) -> tuple[int, str] | None:
 
 def _say_failed(message: str, log_path: Path | str | None) -> None:
     line = " ".join(message.split())
-    log.log_event("failed", message=line)
+    # Where the log's disk is full, the terminal still hears it.
+    with contextlib.suppress(OSError):
+        log.log_event("failed", message=line)
     if log_path is not None:
         print(f"pharos: error: {line} (log: {log_path})", file=log.terminal, flush=True)

@@ -67,8 +67,9 @@ def redirect_to(log_path: Path | str | None) -> Iterator[None]:
         os.close(descriptor)
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os.dup2(saved_out, 1)
         os.dup2(saved_err, 2)
         os.close(saved_out)
