@@ -1,5 +1,6 @@
 """Right-sizing: what past jobs used, read from accounting and benchmark files, and proposed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,21 @@ def test_a_job_without_a_time_limit_of_its_own(limit):
 def test_the_ways_of_writing_a_time(text, seconds):
     (job,) = accounting(EIGHT_HOURS.replace("09:20.500", text))
     assert job.cpu_seconds == seconds
+
+
+def test_a_training_that_was_interrupted_took_the_sum_of_its_jobs():
+    def then(job, state, seconds):
+        text = TIMED_OUT.replace("3|TIMEOUT|3674", f"{job}|{state}|{seconds}")
+        return re.sub(r"^3\.", f"{job}.", text, flags=re.MULTILINE)
+
+    again = then(4, "COMPLETED", 500) + then(5, "COMPLETED", 9)
+    other = then(6, "COMPLETED", 8).replace("_1_lora", "_1_other")
+    jobs = accounting(TIMED_OUT + again + other)
+    assert [job.seconds for job in jobs] == [3674, 4174, 9, 8]
+    assert jobs[1].cpu_seconds == 2 * jobs[0].cpu_seconds
+    # An evaluation begins anew.
+    evaluations = (TIMED_OUT + again).replace("rule_finetune", "rule_evaluate")
+    assert [job.seconds for job in accounting(evaluations)] == [3674, 500, 9]
 
 
 # -- benchmark files --------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ FACTOR_BEYOND_A_LIMIT = 2.0
 # itself ahead of its time, and a job killed for its memory can be called FAILED.
 NEAR_TIME_LIMIT = 0.8
 NEAR_MEMORY_LIMIT = 0.95
+# What it takes as a whole is the sum of its jobs, each of which goes on where the last one stopped.
+RESUMING = {"finetune"}
 # Benchmark files see the work alone; in a job, Snakemake, srun and a shell stand beside it.
 SNAKEMAKE_MB = 250
 LEAST_MB, STEP_MB = 500, 100
@@ -194,7 +196,8 @@ def parse_accounting(text: str, folder: Path, rules: dict[str, str]) -> list[Run
 
     A job is ours when its log is here (``rules``, from :func:`log_rules`), or when it was
     submitted from ``folder`` with a rule in its comment. Where a site stores no comments, only
-    the first can be seen. A job's memory is the sum over its steps, which run beside each other.
+    the first can be seen. A job's memory is the sum over its steps, which run beside each other;
+    the time of a training that was interrupted is the sum over its jobs.
     """
     jobs: dict[str, list[str]] = {}
     steps: dict[str, list[list[str]]] = {}
@@ -208,7 +211,8 @@ def parse_accounting(text: str, folder: Path, rules: dict[str, str]) -> list[Run
             steps.setdefault(job_id, []).append(fields)
         else:
             jobs[job_id] = fields
-    found = []
+    found: list[Run] = []
+    begun: dict[str, Run] = {}
     for job_id, fields in jobs.items():
         named = re.match(r"rule_(\w+?)(?:_wildcards_|\b)", fields[-1])
         logged = rules.get(job_id)
@@ -217,9 +221,25 @@ def parse_accounting(text: str, folder: Path, rules: dict[str, str]) -> list[Run
         else:
             here = logged == named[1] or Path(fields[9]) == folder
             rule = named[1] if here else None
-        if rule is not None and fields[1].split()[0] not in UNFINISHED:
-            found.append(_run(rule, fields, steps.get(job_id, [])))
+        if rule is None or fields[1].split()[0] in UNFINISHED:
+            continue
+        one = _run(rule, fields, steps.get(job_id, []))
+        if rule in RESUMING and named is not None:
+            step = fields[-1].split()[0]
+            one = _added(begun.pop(step, None), one)
+            if one.ended != "done":
+                begun[step] = one
+        found.append(one)
     return found
+
+
+def _added(before: Run | None, one: Run) -> Run:
+    """What a job would have taken that had done the work of an earlier one, too."""
+    if before is None:
+        return one
+    known = before.cpu_seconds is not None and one.cpu_seconds is not None
+    cpu_seconds = (before.cpu_seconds or 0) + (one.cpu_seconds or 0) if known else None
+    return replace(one, seconds=before.seconds + one.seconds, cpu_seconds=cpu_seconds)
 
 
 def _run(rule: str, job: list[str], steps: list[list[str]]) -> Run:
