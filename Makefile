@@ -54,6 +54,7 @@ format: $(DEV_STAMP)
 
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/gate_speed.py
+	$(BIN)/python benchmarks/thread_binding.py
 
 slurm-up:
 	@$(or $(PYTHON),python3) tests/slurm/cluster.py up .slurm $(SLURM_ARGS)

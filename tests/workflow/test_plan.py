@@ -46,7 +46,8 @@ def test_the_cluster_sweep_plans_a_base_once_per_seed_and_nothing_of_the_default
 
 
 def test_the_slurm_profile_sends_gpu_rules_to_the_gpu_partition(tmp_path):
-    done = plan_of_the_sweep(tmp_path, "--profile", str(ROOT / "profiles/slurm"))
+    targets = ("all", "verify", "probe")
+    done = plan_of_the_sweep(tmp_path, "--profile", str(ROOT / "profiles/slurm"), *targets)
     partition = {}
     rule = None
     for line in done.stdout.splitlines():
@@ -55,7 +56,8 @@ def test_the_slurm_profile_sends_gpu_rules_to_the_gpu_partition(tmp_path):
         elif "resources:" in line and "slurm_partition=" in line:
             partition[rule] = line.split("slurm_partition=")[1].split(",")[0]
     gpu_rules = {rule for rule, name in partition.items() if name == "gpu"}
-    assert gpu_rules == {"evaluate", "finetune"}
+    assert gpu_rules == {"evaluate", "finetune", "probe"}
+    assert partition["verify"] == partition["prefetch"] == partition["report"] == "cpu"
     assert set(partition.values()) == {"cpu", "gpu"}
 
 
