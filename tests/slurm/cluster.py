@@ -70,13 +70,16 @@ def answering_slurm() -> str | None:
     """Where a Slurm that this environment already reaches runs; None if there is none."""
     if shutil.which("scontrol", path=PATH) is None:
         return None
-    ping = subprocess.run(
-        ["scontrol", "ping"],
-        env={**os.environ, "PATH": PATH},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    try:
+        ping = subprocess.run(
+            ["scontrol", "ping"],
+            env={**os.environ, "PATH": PATH},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    except subprocess.TimeoutExpired:
+        return None
     up = [line for line in ping.stdout.splitlines() if line.endswith("is UP")]
     return up[0] if up else None
 
@@ -295,7 +298,7 @@ class Cluster:
             raise ClusterError(f"{self.folder}: too long a path for a socket: name a shorter one")
         if self.state_file.exists():
             if any(self._pid(name) is not None for name in DAEMONS):
-                raise ClusterError(f"{self.folder}: a cluster is up there already")
+                raise ClusterError(f"{self.folder}: a cluster is up there already; `down` ends it")
             shutil.rmtree(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
