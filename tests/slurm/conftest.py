@@ -10,6 +10,13 @@ import cluster as private
 import tiny_models
 
 
+class BorrowedCluster(private.Cluster):
+    """A Slurm that was there before, with partitions cpu and gpu: no part of it is stopped."""
+
+    def _check_daemon(self, name: str) -> None:
+        pytest.skip(f"{name} is of a Slurm that was not started for these tests")
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[private.Cluster]:
     """A running cluster; PHAROS_USE_SLURM=1 takes the one that answers already instead."""
@@ -19,7 +26,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[private.Cluste
             pytest.skip(f"needs a Slurm; not installed: {' '.join(missing)}")
         if present := private.answering_slurm():
             pytest.skip(f"a Slurm answers already ({present}): PHAROS_USE_SLURM=1 runs them there")
-    made = private.Cluster(tmp_path_factory.mktemp("slurm"), use_existing=use_existing)
+    kind = BorrowedCluster if use_existing else private.Cluster
+    made = kind(tmp_path_factory.mktemp("slurm"), use_existing=use_existing)
     made.start()
     yield made
     made.stop()

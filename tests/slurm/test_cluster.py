@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import cluster as private
 from cluster import NODES, Cluster, ClusterError
 
 SCRIPT = Path(__file__).with_name("cluster.py")
@@ -21,6 +22,14 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         text=True,
         timeout=120,
     )
+
+
+@pytest.fixture
+def own_cluster(cluster):
+    """The cluster, where it is ours, so that `up` is not refused because of it."""
+    if cluster.existing:
+        pytest.skip("a Slurm answers already, so no other can be started")
+    return cluster
 
 
 def test_one_cpu_of_two_is_what_a_job_sees(cluster, tmp_path):
@@ -51,12 +60,12 @@ def test_a_job_over_its_memory_is_killed(cluster, tmp_path):
     assert "exceeded memory limit" in out.read_text()
 
 
-def test_a_second_cluster_runs_beside_the_first_and_leaves_nothing(cluster, tmp_path):
+def test_a_second_cluster_runs_beside_the_first_and_leaves_nothing(own_cluster, tmp_path):
     folder = tmp_path / "second"
     up = command("up", str(folder))
     assert up.returncode == 0, up.stderr
     second = Cluster.load(folder)
-    assert second.port_base != cluster.port_base
+    assert second.port_base != own_cluster.port_base
     job = second.sbatch("sleep 300 & sleep 301", "-o", "/dev/null")
     second.wait_job(job, "RUNNING")
     exported = command("env", str(folder)).stdout
@@ -72,24 +81,26 @@ def test_a_second_cluster_runs_beside_the_first_and_leaves_nothing(cluster, tmp_
     assert (down.returncode, down.stderr) == (0, "")
     assert not folder.exists()
     assert _processes_naming(str(folder)) == []
-    assert set(cluster.node_states()) == set(NODES)
+    assert set(own_cluster.node_states()) == set(NODES)
 
 
-def test_a_slurm_that_is_there_is_used_and_left_alone(cluster, tmp_path):
+def test_a_slurm_that_is_there_is_used_and_left_alone(own_cluster, tmp_path):
     folder = tmp_path / "existing"
-    up = command("up", str(folder), "--use-existing", **cluster.environment())
+    up = command("up", str(folder), "--use-existing", **own_cluster.environment())
     assert up.returncode == 0, up.stderr
     with pytest.raises(ClusterError, match="left alone"):
         Cluster.load(folder).stop_daemon("slurmctld")
     assert command("down", str(folder)).returncode == 0
-    assert set(cluster.node_states()) == set(NODES)
+    assert set(own_cluster.node_states()) == set(NODES)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [("with space", "white space"), ("x" * 120, "too long a path"), ("full", "not empty")],
 )
-def test_a_folder_that_cannot_hold_a_cluster_is_refused_in_one_line(name, said, tmp_path, cluster):
+def test_a_folder_that_cannot_hold_a_cluster_is_refused_in_one_line(
+    name, said, tmp_path, own_cluster
+):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
     refused = command("up", str(tmp_path / name))
@@ -99,7 +110,7 @@ def test_a_folder_that_cannot_hold_a_cluster_is_refused_in_one_line(name, said, 
     assert (tmp_path / "full" / "mine.txt").exists()
 
 
-def test_a_port_in_use_is_refused_in_one_line(tmp_path, cluster):
+def test_a_port_in_use_is_refused_in_one_line(tmp_path, own_cluster):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -111,6 +122,12 @@ def test_a_port_in_use_is_refused_in_one_line(tmp_path, cluster):
 
 def test_no_cluster_to_take_down_is_said(tmp_path):
     assert "no cluster was started there" in command("down", str(tmp_path)).stderr
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(private, "PROGRAMS", {"slurmctld": ("no-such-slurmctld",)})
+    with pytest.raises(ClusterError, match=r"^not installed: slurmctld \(apt-get install"):
+        Cluster(tmp_path / "new").start()
 
 
 def _processes_naming(text: str) -> list[str]:
