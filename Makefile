@@ -1,6 +1,6 @@
 # make run    set up, then run the embedded default        make lint   format, lint, types
 # make test   set up, then run the tests                   make clean  remove results and caches
-# make bench  time the shortcut gate beside scikit-learn
+# make bench  the shortcut gate beside scikit-learn, threads, a plan of 10,000 jobs
 # make test-slow   run the tests that take many minutes
 # make slurm-up    start a private Slurm in .slurm     make slurm-down  end it
 
@@ -55,6 +55,7 @@ format: $(DEV_STAMP)
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/gate_speed.py
 	$(BIN)/python benchmarks/thread_binding.py
+	$(BIN)/python benchmarks/dry_run.py
 
 slurm-up:
 	@$(or $(PYTHON),python3) tests/slurm/cluster.py up .slurm $(SLURM_ARGS)

@@ -1,7 +1,9 @@
 """What the workflow says before it does anything."""
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +61,35 @@ def test_the_slurm_profile_sends_gpu_rules_to_the_gpu_partition(tmp_path):
     assert gpu_rules == {"evaluate", "finetune", "probe"}
     assert partition["verify"] == partition["prefetch"] == partition["report"] == "cpu"
     assert set(partition.values()) == {"cpu", "gpu"}
+
+
+def test_ten_thousand_evaluations_are_planned_within_a_gigabyte(workspace):
+    """Seconds: benchmarks/dry_run.py; at most 30 of them are promised."""
+    task = {**TASK, "seeds": {"train": [1], "test": list(range(1, 101))}}
+    source = {"repository": "org/model", "revision": "main"}
+    workspace.configure(
+        {
+            "models": {f"m{k}": {"hub": source} for k in range(10)},
+            "tasks": {f"t{k}": task for k in range(10)},
+        }
+    )
+    command = workspace.command("-n")
+    with (workspace.folder / "plan.txt").open("w+") as said:
+        process = subprocess.Popen(command, cwd=workspace.folder, stdout=said, stderr=said)
+        _, status, usage = os.wait4(process.pid, 0)
+        said.seek(0)
+        text = said.read()
+    assert status == 0, text[-4000:]
+    jobs = jobs_in(SimpleNamespace(stdout=text, stderr=""))
+    assert jobs == {
+        "corpus": 1000,
+        "shortcut_gate": 1000,
+        "admit_corpus": 1000,
+        "prefetch": 10,
+        "evaluate": 10_000,
+        "report": 1,
+    }
+    assert usage.ru_maxrss * 1024 < 1e9
 
 
 @pytest.mark.parametrize("what", ["--dag", "--rulegraph"])

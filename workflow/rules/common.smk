@@ -1,7 +1,10 @@
 # Helpers only: the checked configuration, and the lists that rules expand.
 
+import functools
+import itertools
 from pathlib import Path
 
+import snakemake.sourcecache
 from pharos.cluster.coordinator import (
     check_working_folder,
     guard,
@@ -21,6 +24,10 @@ with explained():
         config, Path(workflow.basedir) / "workflow/schemas/config.schema.yaml"
     )
 
+# Snakemake takes the address of a job's script apart three times a job, in a tenth of the time
+# that it plans 10,000 jobs; there are only as many addresses as scripts.
+snakemake.sourcecache.parse_uri = functools.cache(snakemake.sourcecache.parse_uri)
+
 share_code()
 if workflow.is_main_process:
     announce_environment(
@@ -35,6 +42,11 @@ else:
 MODELS = CONFIG["models"]
 TASKS = CONFIG["tasks"]
 ADAPTERS = CONFIG["adapters"]
+# By task: the corpus seed that an adapter was trained on, by the seed that it is tested on.
+TRAIN_SEEDS = {
+    name: {test: train for train, test in seed_pairs(task)}
+    for name, task in TASKS.items()
+}
 
 
 wildcard_constraints:
@@ -47,7 +59,7 @@ wildcard_constraints:
 
 def train_seed_of(task, test_seed):
     """The corpus seed that an adapter tested on test_seed was trained on."""
-    pairs = {test: train for train, test in seed_pairs(TASKS[task])}
+    pairs = TRAIN_SEEDS[task]
     with explained():
         if int(test_seed) not in pairs:
             raise InputError(
@@ -59,7 +71,7 @@ def train_seed_of(task, test_seed):
 
 def held_out_events(task, train_seed):
     """How many events at the back of a training corpus are tested; None if it only trains."""
-    shared = any(pair == (int(train_seed),) * 2 for pair in seed_pairs(TASKS[task]))
+    shared = TRAIN_SEEDS[task].get(int(train_seed)) == int(train_seed)
     return TASKS[task]["test_events"] if shared else None
 
 
@@ -69,14 +81,6 @@ def corpus_settings(task):
     if "file" in TASKS[task]["corpus"]:
         keys += ["train_events", "test_events"]
     return {key: TASKS[task][key] for key in keys}
-
-
-def corpus_of(task, seed):
-    """A corpus, and the file that admits it to models."""
-    return {
-        "corpus": f"results/corpus/{task}/seed{seed}.jsonl",
-        "admission": f"results/gate/admission/{task}/seed{seed}.json",
-    }
 
 
 def adapter_source(adapter):
@@ -93,20 +97,46 @@ def adapter_file(model, task, test_seed, adapter, name):
     return f"results/finetune/{model}/{task}/seed{train_seed}/{adapter}/{name}"
 
 
-def evaluation_input(wc):
-    """Corpus, model, and the adapter's files where the variant is one."""
+def tested_adapter(wc):
+    """The files of the adapter that an evaluation is of, and what it was trained on."""
+    if wc.variant == "base":
+        return {}
+    cell = (wc.model, wc.task, wc.seed, wc.variant)
     files = {
-        **corpus_of(wc.task, wc.seed),
-        "model": f"results/models/{wc.model}.json",
+        "adapter": adapter_file(*cell, "adapter_model.safetensors"),
+        "adapter_config": adapter_file(*cell, "adapter_config.json"),
     }
-    if wc.variant != "base":
-        cell = (wc.model, wc.task, wc.seed, wc.variant)
-        files["adapter"] = adapter_file(*cell, "adapter_model.safetensors")
-        files["adapter_config"] = adapter_file(*cell, "adapter_config.json")
-        if not adapter_source(wc.variant):
-            train_seed = train_seed_of(wc.task, wc.seed)
-            files["trained_on"] = f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
+    if not adapter_source(wc.variant):
+        train_seed = train_seed_of(wc.task, wc.seed)
+        files["trained_on"] = f"results/corpus/{wc.task}/seed{train_seed}.jsonl"
     return files
+
+
+def evaluation_settings(wc):
+    """What an evaluation depends on; one function, as Snakemake calls each for every job."""
+    task = TASKS[wc.task]
+    trained = wc.variant != "base" and not adapter_source(wc.variant)
+    return {
+        "model": MODELS[wc.model],
+        "device": CONFIG["device"],
+        "prompt": task["prompt"],
+        "train_events": task["train_events"] if trained else None,
+        "test_events": task["test_events"],
+        "evaluation": CONFIG["evaluation"],
+    }
+
+
+def training_settings(wc):
+    """What a training depends on."""
+    task = TASKS[wc.task]
+    return {
+        "model": MODELS[wc.model],
+        "device": CONFIG["device"],
+        "prompt": task["prompt"],
+        "train_events": task["train_events"],
+        "test_events": held_out_events(wc.task, wc.seed),
+        "adapter": adapter_settings(wc.adapter),
+    }
 
 
 def is_used(adapter, model, task):
@@ -114,8 +144,8 @@ def is_used(adapter, model, task):
     return model in ADAPTERS[adapter]["models"] and task in ADAPTERS[adapter]["tasks"]
 
 
-def training_settings(adapter):
-    """What a training depends on: the adapter's settings without where it is put."""
+def adapter_settings(adapter):
+    """The settings of an adapter that is trained here, without where it is put."""
     settings = ADAPTERS[adapter]
     return {key: settings[key] for key in settings if key not in ("models", "tasks")}
 
@@ -123,7 +153,7 @@ def training_settings(adapter):
 def largest_training(model):
     """Settings of the adapter of a model that trains in the largest batches; None for none."""
     trained = [
-        training_settings(adapter)
+        adapter_settings(adapter)
         for adapter in ADAPTERS
         if model in ADAPTERS[adapter]["models"] and not adapter_source(adapter)
     ]
@@ -199,16 +229,47 @@ ARTIFACTS = {
     ],
 }
 
-# Every other file that is worth making again when somebody deletes it.
-COMPANIONS = [
-    *(f"results/corpus/{task}/seed{seed}.jsonl" for task, seed in CORPORA),
-    *(f"results/corpus/{task}/seed{seed}.manifest.json" for task, seed in CORPORA),
-    *(f"results/gate/admission/{task}/seed{seed}.json" for task, seed in CORPORA),
-    *(
-        path.removesuffix(".json") + ".predictions.jsonl"
+# What the same jobs write beside them, by the file that the report reads.
+COMPANIONS = {
+    **{
+        path: [path.removesuffix(".json") + ".predictions.jsonl"]
         for path in ARTIFACTS["evaluations"]
-    ),
-    *sorted(
-        {adapter_file(*cell, name) for cell in TRAININGS for name in ADAPTER_FILES}
-    ),
+    },
+    **{
+        adapter_file(*cell, "training.json"): [
+            adapter_file(*cell, name) for name in ADAPTER_FILES
+        ]
+        for cell in TRAININGS
+    },
+}
+
+# What only jobs read.
+CORPUS_FILES = [
+    path
+    for task, seed in CORPORA
+    for path in (
+        f"results/corpus/{task}/seed{seed}.jsonl",
+        f"results/corpus/{task}/seed{seed}.manifest.json",
+        f"results/gate/admission/{task}/seed{seed}.json",
+    )
 ]
+
+PAGES = ["results/report/index.html", "results/report/leaderboard.csv"]
+
+
+def deleted_files(_):
+    """Files that are not there and that nothing that is there asks for, to be made again.
+
+    Snakemake does not miss a file that somebody deleted when its readers are there. Each file
+    named costs time in a plan of many jobs, so those are left out that a job to be run asks for
+    or writes anyway.
+    """
+    files = [path for path in CORPUS_FILES if not Path(path).exists()]
+    has_report = all(Path(path).exists() for path in PAGES)
+    for path in itertools.chain(*ARTIFACTS.values()):
+        if not Path(path).exists():
+            if has_report:
+                files.append(path)
+        else:
+            files += [one for one in COMPANIONS.get(path, []) if not Path(one).exists()]
+    return files

@@ -1,7 +1,10 @@
 rule evaluate:
     """Ask a model, or a model with an adapter, about every test event of a corpus."""
     input:
-        unpack(evaluation_input),
+        unpack(tested_adapter),
+        corpus="results/corpus/{task}/seed{seed}.jsonl",
+        admission="results/gate/admission/{task}/seed{seed}.json",
+        model="results/models/{model}.json",
     output:
         evaluation=report(
             "results/evaluate/{model}/{task}/seed{seed}/{variant}.json",
@@ -26,15 +29,6 @@ rule evaluate:
         mem_mb=8000,
         runtime=60,
     params:
-        model=lambda wc: MODELS[wc.model],
-        device=CONFIG["device"],
-        prompt=lambda wc: TASKS[wc.task]["prompt"],
-        train_events=lambda wc: (
-            TASKS[wc.task]["train_events"]
-            if wc.variant != "base" and not adapter_source(wc.variant)
-            else None
-        ),
-        test_events=lambda wc: TASKS[wc.task]["test_events"],
-        evaluation=CONFIG["evaluation"],
+        settings=evaluation_settings,
     script:
         "../scripts/evaluate.py"

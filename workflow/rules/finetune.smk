@@ -1,7 +1,8 @@
 rule finetune:
     """Train a LoRA adapter; a run that was cut short goes on from its last checkpoint."""
     input:
-        unpack(lambda wc: corpus_of(wc.task, wc.seed)),
+        corpus="results/corpus/{task}/seed{seed}.jsonl",
+        admission="results/gate/admission/{task}/seed{seed}.json",
         model="results/models/{model}.json",
     output:
         **{
@@ -35,12 +36,7 @@ rule finetune:
         mem_mb=16000,
         runtime=240,
     params:
-        model=lambda wc: MODELS[wc.model],
-        device=CONFIG["device"],
-        prompt=lambda wc: TASKS[wc.task]["prompt"],
-        train_events=lambda wc: TASKS[wc.task]["train_events"],
-        test_events=lambda wc: held_out_events(wc.task, wc.seed),
-        adapter=lambda wc: training_settings(wc.adapter),
+        settings=training_settings,
         # Outside of the outputs: Snakemake deletes those before a job runs again.
         checkpoints="results/checkpoints/{model}/{task}/seed{seed}/{adapter}",
     script:

@@ -50,18 +50,10 @@ rule admit_corpus:
 rule promotion_gate:
     """Ask whether an adapter is really better than its base."""
     input:
-        unpack(
-            lambda wc: {
-                f"{role}{suffix}": (
-                    f"results/evaluate/{wc.model}/{wc.task}/seed{wc.seed}/{variant}{ending}"
-                )
-                for role, variant in (("base", "base"), ("adapter", wc.adapter))
-                for suffix, ending in (
-                    ("", ".json"),
-                    ("_predictions", ".predictions.jsonl"),
-                )
-            }
-        ),
+        base="results/evaluate/{model}/{task}/seed{seed}/base.json",
+        base_predictions="results/evaluate/{model}/{task}/seed{seed}/base.predictions.jsonl",
+        adapter="results/evaluate/{model}/{task}/seed{seed}/{adapter}.json",
+        adapter_predictions="results/evaluate/{model}/{task}/seed{seed}/{adapter}.predictions.jsonl",
         shortcut="results/gate/shortcut/{task}/seed{seed}.json",
     output:
         report(

@@ -17,21 +17,22 @@ def main(snakemake):
         from pharos.models.load import load_model
         from pharos.runtime.artifacts import read_artifact, write_jsonl_atomic
 
-        files, params, wildcards = snakemake.input, snakemake.params, snakemake.wildcards
-        unit = params.prompt["unit"]
-        items = held_out_items(read_corpus(files.corpus), unit, params.test_events)
+        files, wildcards = snakemake.input, snakemake.wildcards
+        settings = snakemake.params.settings
+        unit = settings["prompt"]["unit"]
+        items = held_out_items(read_corpus(files.corpus), unit, settings["test_events"])
         adapter_folder, contamination = None, None
         if wildcards.variant != "base":
             adapter_folder = Path(files.adapter).parent
         if files.get("trained_on"):
-            trained = train_items(read_corpus(files.trained_on), unit, params.train_events)
+            trained = train_items(read_corpus(files.trained_on), unit, settings["train_events"])
             same_corpus = files.trained_on == files.corpus
             _, contamination = check_contamination(trained, items, same_corpus)
         fetched = read_artifact(files.model, "model")["result"]
-        loaded = load_model(fetched, params.model, params.device, adapter_folder)
-        builder = PromptBuilder(loaded.tokenizer, params.prompt)
-        predictions, facts = evaluate_items(loaded, builder, items, params.evaluation)
-        measured = measure(predictions, params.evaluation)
+        loaded = load_model(fetched, settings["model"], settings["device"], adapter_folder)
+        builder = PromptBuilder(loaded.tokenizer, settings["prompt"])
+        predictions, facts = evaluate_items(loaded, builder, items, settings["evaluation"])
+        measured = measure(predictions, settings["evaluation"])
         if adapter_folder is not None and contamination is None:
             concern = "the adapter was trained elsewhere; whether it saw these texts is not known"
             measured["concerns"] = [*measured["concerns"], concern]
@@ -40,7 +41,7 @@ def main(snakemake):
             snakemake.output.evaluation,
             "evaluation",
             inputs=[*files, snakemake.output.predictions],
-            config=dict(params.items()),
+            config=settings,
             seed=int(wildcards.seed),
             device=loaded.device,
             dtype=loaded.platform_dtype,
@@ -52,7 +53,7 @@ def main(snakemake):
                 "seed": int(wildcards.seed),
                 "variant": wildcards.variant,
                 "model_version": fetched["version"],
-                "mode": params.evaluation["mode"],
+                "mode": settings["evaluation"]["mode"],
                 **measured,
                 **facts["result"],
                 "contamination": contamination,

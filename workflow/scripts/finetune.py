@@ -18,28 +18,29 @@ def main(snakemake):
         from pharos.models.sources import base_identity
         from pharos.runtime.artifacts import read_artifact
 
-        files, params, wildcards = snakemake.input, snakemake.params, snakemake.wildcards
+        files, wildcards = snakemake.input, snakemake.wildcards
+        settings, checkpoints = snakemake.params.settings, snakemake.params.checkpoints
         fetched = read_artifact(files.model, "model")["result"]
-        lines, unit = read_corpus(files.corpus), params.prompt["unit"]
-        items = train_items(lines, unit, params.train_events)
-        if params.test_events is not None:
-            tested = held_out_items(lines, unit, params.test_events)
+        lines, unit = read_corpus(files.corpus), settings["prompt"]["unit"]
+        items = train_items(lines, unit, settings["train_events"])
+        if settings["test_events"] is not None:
+            tested = held_out_items(lines, unit, settings["test_events"])
             items, _ = check_contamination(items, tested, same_corpus=True)
-        loaded = load_model(fetched, params.model, params.device)
+        loaded = load_model(fetched, settings["model"], settings["device"])
         training = train_adapter(
             loaded,
-            PromptBuilder(loaded.tokenizer, params.prompt),
+            PromptBuilder(loaded.tokenizer, settings["prompt"]),
             items,
-            params.adapter,
+            settings["adapter"],
             base_identity(fetched),
             Path(snakemake.output.weights).parent,
-            params.checkpoints,
+            checkpoints,
         )
         running.write(
             snakemake.output.training,
             "training",
             inputs=files,
-            config={key: value for key, value in params.items() if key != "checkpoints"},
+            config=settings,
             seed=int(wildcards.seed),
             device=loaded.device,
             dtype=loaded.platform_dtype,
@@ -55,7 +56,7 @@ def main(snakemake):
             },
         )
         # Only now: until the artifact is written, a killed job must be able to go on.
-        clear_checkpoints(params.checkpoints)
+        clear_checkpoints(checkpoints)
 
 
 if "snakemake" in globals():
