@@ -15,6 +15,7 @@ from safetensors.numpy import save
 
 import tiny_models
 from hub.server import Hub, Token
+from pharos.cluster.doctor import check_models
 from pharos.errors import CheckFailed, InputError
 from pharos.models import cache, client, fetch, hub
 from pharos.models.fetch import snapshot_folder
@@ -731,3 +732,73 @@ def test_every_refusal_is_one_line(the_hub, tmp_path, waits):
         with pytest.raises(CheckFailed) as error:
             fetched(tmp_path)
         assert re.fullmatch(r"model tiny: hub: someone/tiny[^\n]+", str(error.value))
+
+
+# -- what the doctor asks ---------------------------------------------------------------------
+
+
+def told(models):
+    """Levels and texts of the doctor's findings, and what it found missing."""
+    missing = {}
+    findings = list(check_models(models, missing))
+    return [(f.what, f.level) for f in findings], " ".join(map(str, findings)), missing
+
+
+def test_the_doctor_counts_what_is_still_to_fetch_and_fetches_nothing(the_hub, tmp_path, files):
+    levels, _, missing = told({"tiny": config()})
+    assert levels == [("token", "warning"), ("models", "ok")]
+    wanted = hub.wanted_files(files)
+    assert missing == {"tiny": sum(len(files[name]) for name in wanted)}
+    assert the_hub.gets("storage") == []
+    fetched(tmp_path)
+    assert told({"tiny": config()})[2] == {"tiny": 0}
+
+
+def test_the_doctor_sees_a_gated_model_before_anything_is_fetched(the_hub, files, monkeypatch):
+    the_hub.add("closed/model", files, gated=True)
+    models = {
+        "tiny": config(),
+        "closed": {"hub": {"repository": "closed/model", "revision": "main"}},
+    }
+    levels, text, _ = told(models)
+    assert levels == [("token", "warning"), ("models", "ok"), ("models", "error")]
+    assert "closed: hub: closed/model is gated: accept its terms at" in text
+    the_hub.tokens[TOKEN] = Token("read", reads=("closed/model",))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    levels, text, _ = told(models)
+    assert levels == [("token", "ok"), ("models", "ok"), ("models", "ok")]
+    assert "it may only read" in text
+
+
+@pytest.mark.parametrize(
+    ("token", "level", "words"),
+    [
+        (Token("write"), "warning", "it may do more than read (write)"),
+        (None, "error", "the hub refuses the token"),
+    ],
+)
+def test_the_doctor_judges_the_token_and_never_shows_it(
+    the_hub, monkeypatch, capsys, token, level, words
+):
+    if token is not None:
+        the_hub.tokens[TOKEN] = token
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    levels, text, _ = told({"tiny": config()})
+    assert levels[0][1] == level
+    assert words in text
+    said = capsys.readouterr()
+    assert TOKEN not in text + said.out + said.err
+
+
+def test_the_doctor_asks_a_hub_that_is_gone_only_once(the_hub, monkeypatch, waits):
+    the_hub.__exit__()
+    levels, text, _ = told({"one": config(), "two": config()})
+    assert levels == [("token", "warning"), ("models", "error")]
+    assert "cannot be reached" in text
+
+
+def test_without_a_model_on_the_hub_nothing_is_asked(the_hub):
+    levels, text, _ = told({"ours": {"dir": "/models/ours"}})
+    assert levels == [("hub", "ok")]
+    assert "no token is needed" in text
+    assert the_hub.asked == []

@@ -87,7 +87,7 @@ def warn_if_node_local(cache: Path) -> None:
     """Under Slurm, warn of a cache that other nodes will not see."""
     if "SLURM_JOB_ID" not in os.environ:
         return
-    kind = _file_system(cache)
+    kind = file_system_of(cache)
     if kind in NODE_LOCAL:
         warn(
             f"the cache {cache} is on this node's own disk ({kind}), where other nodes do not see "
@@ -95,7 +95,7 @@ def warn_if_node_local(cache: Path) -> None:
         )
 
 
-def _file_system(path: Path) -> str | None:
+def file_system_of(path: Path) -> str | None:
     """The type of the file system that ``path`` is, or will be, on; ``None`` if unknown."""
     path = path.resolve()
     try:

@@ -119,32 +119,46 @@ def check_token() -> None:
     CheckFailed
         If there is a token and the hub refuses it.
     """
+    too_much = granted_beyond_reading()
+    log_event("token", beyond_reading=too_much)
+    if too_much:
+        warn(
+            f"the hub's token may do more than read ({too_much}); Pharos only reads: make a token "
+            f"with read scope at {endpoint()}/settings/tokens"
+        )
+
+
+def granted_beyond_reading() -> str | None:
+    """The first thing that the token may do beyond reading, as the hub calls it.
+
+    Empty for a token that may only read; ``None`` without a token, or where the hub does not say.
+
+    Raises
+    ------
+    CheckFailed
+        If there is a token and the hub refuses it.
+    """
     import huggingface_hub
     from huggingface_hub import errors
 
     token = huggingface_hub.get_token()
     if token is None:
-        return
+        return None
     try:
         who = huggingface_hub.HfApi().whoami(token)
     except errors.HfHubHTTPError as error:
         if error.response.status_code == 401:
             raise CheckFailed(_bad_token()) from None
-        log_event("token", checked=False, why=f"the hub answers {error.response.status_code}")
-        return
+        return None
     access = who.get("auth", {}).get("accessToken", {})
     scopes = access.get("fineGrained", {}).get("scoped", [])
     granted = [access.get("role", ""), *(p for scope in scopes for p in scope["permissions"])]
-    wide = [name for name in granted if any(word in name for word in MORE_THAN_READ)]
-    log_event("token", checked=True, role=access.get("role"))
-    if wide:
-        warn(
-            f"the hub's token may do more than read ({wide[0]}); Pharos only reads: make a token "
-            f"with read scope at {_endpoint()}/settings/tokens"
-        )
+    wide = (name for name in granted if any(word in name for word in MORE_THAN_READ))
+    return next(wide, "")
 
 
-def _endpoint() -> str:
+def endpoint() -> str:
+    """The hub's address: ``HF_ENDPOINT``, or the public one."""
     import huggingface_hub.constants as constants
 
     return constants.ENDPOINT
@@ -153,7 +167,7 @@ def _endpoint() -> str:
 def _bad_token() -> str:
     return (
         "the hub refuses the token of HF_TOKEN, HF_TOKEN_PATH or the login file: it does not "
-        f"exist or has expired; make one with read scope at {_endpoint()}/settings/tokens"
+        f"exist or has expired; make one with read scope at {endpoint()}/settings/tokens"
     )
 
 
@@ -178,12 +192,12 @@ def _in_words(error: BaseException, repository: str, revision: str) -> PharosErr
     import huggingface_hub
     from huggingface_hub import errors
 
-    where, endpoint = f"hub: {repository}", _endpoint()
+    where, at = f"hub: {repository}", endpoint()
     token = huggingface_hub.get_token() is not None
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         return _in_words(error.__cause__, repository, revision)
     if isinstance(error, errors.GatedRepoError):
-        terms = f"accept its terms at {endpoint}/{repository}"
+        terms = f"accept its terms at {at}/{repository}"
         cure = (
             f"this token has no access: {terms} with the token's account; a fine-grained token "
             "also needs read access to gated repositories"
@@ -201,7 +215,7 @@ def _in_words(error: BaseException, repository: str, revision: str) -> PharosErr
     if isinstance(error, errors.RevisionNotFoundError):
         return CheckFailed(
             f"{where}: no revision {revision!r}; its branches and tags are listed at "
-            f"{endpoint}/{repository}/tree/main"
+            f"{at}/{repository}/tree/main"
         )
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(
         error, errors.LocalEntryNotFoundError
@@ -222,9 +236,9 @@ def _in_words(error: BaseException, repository: str, revision: str) -> PharosErr
         error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled
     ):
         return CheckFailed(
-            f"{where}: the hub at {endpoint} cannot be reached ({kind}): run prefetch where there "
+            f"{where}: the hub at {at} cannot be reached ({kind}): run prefetch where there "
             "is a network; HF_ENDPOINT names another hub"
         )
     if isinstance(error, errors.FileMetadataError | json.JSONDecodeError):
-        return CheckFailed(f"{where}: {endpoint} does not answer like a hub; check HF_ENDPOINT")
+        return CheckFailed(f"{where}: {at} does not answer like a hub; check HF_ENDPOINT")
     return None

@@ -110,6 +110,40 @@ def find(source: Mapping[str, Any], pin: Path | None) -> tuple[Listing, Path]:
     return listing, hub_folder()
 
 
+def still_to_fetch(source: Mapping[str, Any], pin: Path | None) -> int:
+    """Bytes of a source that are not in the cache yet, after the hub let this token open it.
+
+    Nothing is fetched. A file that is there in full length is taken for whole.
+
+    Raises
+    ------
+    CheckFailed
+        As a fetch would: no access, no such repository, no network.
+    """
+    listing, cache = find(source, pin)
+    repository, name = source["repository"], source.get("gguf")
+    if name is not None:
+        _refuse_gguf(listing, name, f"hub: {repository}")
+    folder = snapshot_folder(cache, repository, listing.commit)
+    names = wanted_files(listing.files) if name is None else [name]
+    missing = 0
+    absent = []
+    for file in names:
+        length = listing.files[file].bytes or 0
+        path = folder / file
+        if not path.exists() or path.stat().st_size != length:
+            absent.append(file)
+            missing += length
+    if absent:
+        open_hub()
+        import huggingface_hub
+
+        with hub_errors_in_words(repository, listing.commit):
+            url = huggingface_hub.hf_hub_url(repository, absent[0], revision=listing.commit)
+            huggingface_hub.get_hf_file_metadata(url)
+    return missing
+
+
 def _pinned(pin: Path | None, repository: str, revision: str) -> str | None:
     try:
         known = json.loads(pin.read_text(encoding="utf-8")) if pin is not None else {}
