@@ -41,7 +41,7 @@ class LoginNode:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.checkout = folder / "a checkout"
+        self.checkout = folder / "checkout"
         self.checkout.mkdir()
         self.path: list[str] = []
         for name in (*TOOLS, "chmod"):
@@ -176,6 +176,16 @@ def test_a_home_that_cannot_be_is_refused(node, home, message):
     done = node.make(PHAROS_HOME=home)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_a_checkout_whose_path_has_white_space_is_refused(node):
+    node.command("bin", "python3", NEW)
+    node.checkout = node.folder / "a checkout"
+    node.checkout.mkdir()
+    done = node.make()
+    assert done.returncode == 2
+    assert "a path with white space" in done.stderr
+    assert list(node.checkout.iterdir()) == []
 
 
 def test_an_environment_whose_python_is_gone_is_said(node):
