@@ -35,7 +35,11 @@ def test_a_site_that_fits_the_profile_is_looked_at_to_its_nodes_and_in_order(wor
     where = ("--profile", str(PROFILE), "--configfile", "my config.yaml")
     done = python(workspace, "-m", "pharos.cli", "doctor", *where)
     assert done.returncode == 0, done.stdout
-    lines = [line.removeprefix("ok").strip() for line in done.stdout.splitlines()]
+    # A compiler is not everywhere; every other line is in order.
+    *lines, last = done.stdout.splitlines()
+    assert [x for x in lines if not x.startswith("ok ") and "compiler: " not in x] == []
+    assert last.startswith("0 errors, ")
+    lines = [line.partition(" ")[2].strip() for line in lines]
     for beginning in (
         "libraries: ",
         "compiler: ",
@@ -54,7 +58,6 @@ def test_a_site_that_fits_the_profile_is_looked_at_to_its_nodes_and_in_order(wor
         f"node of cpu: results: {workspace.folder}/results is shared, and locks reach",
     ):
         assert any(line.startswith(beginning) for line in lines), (beginning, done.stdout)
-    assert lines[-1].startswith("0 errors, 0 warnings, ")
     assert list((workspace.folder / "cache").iterdir()) == []
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,10 @@ def test_a_program_that_is_not_there_is_said(monkeypatch, tmp_path):
     assert machine.check_program("git", "install it").seen == "not on PATH"
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+    reason="gcc or the Python headers are not installed",
+)
 def test_a_compiler_is_judged_by_what_it_makes(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     found = machine.check_compiler(needed=True)

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import venv
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,19 @@ def test_jobs_that_bring_their_own_python_need_the_architecture_alone(monkeypatc
     announce_environment(own_software=True)
     monkeypatch.setattr(sys, "prefix", "/a/conda/environment")
     check_environment()
+
+
+def test_a_job_that_another_interpreter_runs_says_so(tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    venv.create(other, symlinks=True)
+    monkeypatch.setattr(sys, "prefix", "/scratch/me/.venv")
+    announce_environment()
+    monkeypatch.setenv("PYTHONPATH", str(Path(environment.__file__).parents[2]))
+    code = "from pharos.runtime.environment import check_environment; check_environment()"
+    command = [other / "bin/python", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert f" in {other}, and its coordinator Python " in done.stderr
+    assert " in /scratch/me/.venv: " in done.stderr
 
 
 def test_a_refused_job_ends_with_status_2_before_it_works(tmp_path, monkeypatch):

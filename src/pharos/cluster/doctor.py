@@ -2,6 +2,7 @@
 
 import argparse
 import getpass
+import importlib.metadata
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -188,6 +189,9 @@ def check_slurm(
             "run the doctor on a login node, or when the scheduler is back",
         )
         return
+    plugins = ("snakemake", "snakemake-executor-plugin-slurm")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in plugins)
+    yield ok("slurm", f"answers; {versions}")
     yield from site.check_bookkeeping(settings)
     try:
         retries = _retries(profile)
