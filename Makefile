@@ -1,6 +1,6 @@
 # make run    set up, then run the embedded default        make lint   format, lint, types
 # make test   set up, then run the tests                   make clean  remove results and caches
-# make bench  the shortcut gate beside scikit-learn, threads, a plan of 10,000 jobs
+# make bench  set up, then measure speed beside other tools (docs/performance.md is made anew)
 # make test-slow   run the tests that take many minutes
 # make slurm-up    start a private Slurm in .slurm     make slurm-down  end it
 
@@ -20,9 +20,10 @@ endif
 inputs := $(shell cat pyproject.toml constraints.txt Makefile | (sha256sum 2>/dev/null || shasum -a 256) | cut -c1-16)
 RUN_STAMP = $(VENV)/.run-$(inputs)
 DEV_STAMP = $(VENV)/.dev-$(inputs)
+BENCH_STAMP = $(VENV)/.bench-$(inputs)
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup environment dev run test test-slow lint format bench clean slurm-up slurm-down
+.PHONY: setup environment dev setup-bench run test test-slow lint format bench clean slurm-up slurm-down
 
 setup: $(RUN_STAMP)
 
@@ -36,24 +37,30 @@ run: $(RUN_STAMP)
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-slow: $(DEV_STAMP)
+# With the tools that the benches compare with: one of these tests runs them.
+test-slow: $(DEV_STAMP) $(BENCH_STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP)
-	$(BIN)/ruff format --check src tests workflow/scripts
-	$(BIN)/ruff check src tests workflow/scripts
+	$(BIN)/ruff format --check src tests benchmarks workflow/scripts
+	$(BIN)/ruff check src tests benchmarks workflow/scripts
 	$(BIN)/mypy
 	$(BIN)/snakefmt --check Snakefile workflow/rules
 	$(BIN)/snakemake --lint
 
 format: $(DEV_STAMP)
-	$(BIN)/ruff format src tests workflow/scripts
-	$(BIN)/ruff check --fix src tests workflow/scripts
+	$(BIN)/ruff format src tests benchmarks workflow/scripts
+	$(BIN)/ruff check --fix src tests benchmarks workflow/scripts
 	$(BIN)/snakefmt Snakefile workflow/rules
 	$(BIN)/python -m pharos.config_manual workflow/schemas/config.schema.yaml > config/README.md
 
-bench: $(RUN_STAMP)
-	$(BIN)/python benchmarks/gate_speed.py
+setup-bench: $(BENCH_STAMP)
+
+bench: $(BENCH_STAMP)
+	$(BIN)/python benchmarks/gate_speed.py --output .cache/bench/gate.json
+	$(BIN)/python benchmarks/evaluation_speed.py --output .cache/bench/evaluation.json
+	$(BIN)/python benchmarks/training_speed.py --output .cache/bench/training.json
+	$(BIN)/python benchmarks/performance.py --gather .cache/bench
 	$(BIN)/python benchmarks/thread_binding.py
 	$(BIN)/python benchmarks/dry_run.py
 
@@ -78,4 +85,9 @@ $(RUN_STAMP): | environment
 $(DEV_STAMP): $(RUN_STAMP)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	rm -f $(VENV)/.dev-*
+	touch $@
+
+$(BENCH_STAMP): $(RUN_STAMP)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[bench]'
+	rm -f $(VENV)/.bench-*
 	touch $@

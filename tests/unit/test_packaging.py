@@ -14,8 +14,8 @@ def pins(lines):
     return dict(re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s;]+)", line).groups() for line in lines)
 
 
-def constraints():
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+def constraints(text=None):
+    lines = (text or (ROOT / "constraints.txt").read_text()).splitlines()
     return pins(line for line in lines if line and not line.startswith("#"))
 
 
@@ -24,7 +24,8 @@ def plain(name):
 
 
 def test_every_dependency_is_pinned_as_the_constraints_pin_it():
-    wanted = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
+    extras = PROJECT["optional-dependencies"]
+    wanted = PROJECT["dependencies"] + extras["dev"] + extras["bench"]
     found = {plain(name): version for name, version in constraints().items()}
     assert {plain(n): v for n, v in pins(wanted).items()}.items() <= found.items()
 
@@ -36,7 +37,9 @@ def test_torch_is_the_version_at_hand():
 def test_conda_users_get_the_same_versions():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     from_pip = environment["dependencies"][-1]["pip"]
-    assert pins(from_pip) == constraints()
+    everyday, for_benches = (ROOT / "constraints.txt").read_text().split("# The rest")
+    assert pins(from_pip) == constraints(everyday)
+    assert {"datasets", "lm_eval", "trl"} <= constraints(f"#{for_benches}").keys()
     python = next(d for d in environment["dependencies"] if str(d).startswith("python="))
     minimum = PROJECT["requires-python"].removeprefix(">=")
     assert python == f"python={minimum}"

@@ -16,7 +16,7 @@ from pharos.errors import InputError
 from pharos.runtime.log import log_event
 from pharos.runtime.provenance import CODE_FOLDER, CODE_PATHS
 
-FOLDERS = ("src", "tests", "workflow/scripts")
+FOLDERS = ("src", "tests", "benchmarks", "workflow/scripts")
 # `make lint` runs the same; a test holds the two together.
 LINT = {
     "format": ("ruff", "format", "--check", *FOLDERS),
@@ -49,7 +49,7 @@ PLANTED = " Please acknowledge."
 def code_digest(folder: Path = CODE_FOLDER) -> str:
     """SHA-256 over what the checks look at: names and bytes of all code, tests and settings."""
     digest = hashlib.sha256()
-    for name in sorted((*CODE_PATHS, "tests", "config", "Makefile")):
+    for name in sorted((*CODE_PATHS, "tests", "benchmarks", "config", "Makefile")):
         for path in sorted([folder / name, *(folder / name).rglob("*")]):
             if path.is_file() and "__pycache__" not in path.parts:
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
