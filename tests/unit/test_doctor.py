@@ -508,3 +508,12 @@ def test_rules_in_the_gpu_partition_are_the_ones_that_load_models():
     assert set(doctor.GPU_RULES) == loading
     for rule in loading:
         assert f"rule {rule}:" in (rules / f"{rule}.smk").read_text()
+
+
+@pytest.mark.parametrize("text", ["retries: [2", "- retries\n"])
+def test_a_profile_that_is_none_is_refused_before_anything_is_looked_at(workplace, capsys, text):
+    (workplace / "my profile/config.yaml").write_text(text)
+    assert main(["doctor", "--profile", "my profile", "--configfile", "c.yaml"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("pharos: error: my profile/config.yaml: not ")

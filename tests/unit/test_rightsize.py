@@ -151,6 +151,25 @@ def test_the_ways_of_writing_a_request_of_memory(asked, mb):
     assert job.asked_mb == mb
 
 
+@pytest.mark.parametrize("broken", ["9||5|480|", "9|FAILED|soon|480|", "9|FAILED||480|"])
+def test_a_broken_record_is_left_out(broken):
+    line = EIGHT_HOURS.splitlines()[0].replace("12|COMPLETED|420|480|", broken)
+    assert len(accounting(f"{line}\n{EIGHT_HOURS}")) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "seen"),
+    [(b"\x7fELF of another machine", "sacct does not run"), (b"#!/bin/sh\nprintf '\\351'\n", "0")],
+)
+def test_an_odd_sacct_is_no_accounting(tmp_path, monkeypatch, program, seen):
+    (tmp_path / "sacct").write_bytes(program)
+    (tmp_path / "sacct").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    jobs, said = rightsize.read_accounting(tmp_path / "results", 1)
+    assert jobs == []
+    assert seen in said
+
+
 @pytest.mark.parametrize("limit", ["UNLIMITED", "Partition_Limit", ""])
 def test_a_job_without_a_time_limit_of_its_own(limit):
     (job,) = accounting(EIGHT_HOURS.replace("|480|", f"|{limit}|"))
@@ -200,9 +219,28 @@ def test_a_job_too_short_to_be_measured_gives_its_time_alone(tmp_path, nothing):
     assert read_benchmarks(tmp_path)[0] == [Run("corpus", "done", 0.2)]
 
 
-@pytest.mark.parametrize("content", ["", HEADER, "a\tb\n1\t2\n", HEADER + "soon\n"])
+ROW = "{}\t0:00:08\t{}\t265.74\t72.76\t78.77\t0.00\t0.00\t44.60\t{}\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        HEADER,
+        "a\tb\n1\t2\n",
+        HEADER + "soon\n",
+        HEADER + ROW.format("nan", 1, 1),
+        HEADER + ROW.format("inf", 1, 1),
+        HEADER + ROW.format(1, "inf", 1),
+        HEADER + ROW.format(-5, 1, 1),
+        HEADER + ROW.format(5, 1, "nan"),
+        HEADER + "x" * 200_000,
+        b"\xff\xfe",
+    ],
+)
 def test_what_is_no_benchmark_file_is_skipped_and_named(tmp_path, content):
-    (tmp_path / "corpus.tsv").write_text(content)
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "corpus.tsv").write_bytes(content)
     runs, (note,) = read_benchmarks(tmp_path)
     assert runs == []
     assert note.startswith(f"{tmp_path}/corpus.tsv: skipped")

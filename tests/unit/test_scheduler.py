@@ -163,3 +163,10 @@ def test_a_job_hands_nothing_of_its_own_to_the_jobs_it_submits():
 def test_outside_of_a_job_the_environment_is_the_users():
     given = {"SLURM_CLUSTERS": "b", "CUDA_VISIBLE_DEVICES": "1", "TMPDIR": "/tmp/12"}
     assert scheduler.outside_of_job(given) == given
+
+
+def test_what_slurm_says_in_another_encoding_is_still_read(tmp_path):
+    client = tmp_path / "squeue"
+    client.write_bytes(b"#!/bin/sh\nprintf 'caf\\351\\n'\n")
+    client.chmod(0o755)
+    assert scheduler.ask([str(client)]) == "caf\ufffd\n"

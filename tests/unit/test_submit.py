@@ -111,6 +111,9 @@ def test_partition_and_account_are_the_profiles(profile):
         ("executor: slurm\n", "executor: slurm is not pharos-slurm"),
         ("", "executor: None is not pharos-slurm"),
         ("a: [", "not YAML"),
+        (b"a: \xff\n", "not YAML"),
+        ("- executor\n", "not a mapping"),
+        ("executor: pharos-slurm\ndefault-resources: cpu\n", "default-resources: cpu is not"),
     ],
 )
 def test_a_profile_that_cannot_be_used_is_refused(profile, text, words):
@@ -118,7 +121,7 @@ def test_a_profile_that_cannot_be_used_is_refused(profile, text, words):
     if text is None:
         file.unlink()
     else:
-        file.write_text(text)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InputError, match=words):
         submit.profile_defaults(profile)
 
@@ -222,6 +225,33 @@ def test_following_prints_the_log_and_ends_with_the_run(tmp_path, queue, capsys)
     log.write_text("one\ntwo\n")
     assert submit.follow(tmp_path) == 3
     assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_a_log_that_was_removed_is_said(tmp_path):
+    write_state(tmp_path)
+    with pytest.raises(InputError, match=r"coordinator\.log: No such file or directory: ask with"):
+        submit.follow(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"jobs": []}', "{", ""])
+def test_a_record_that_is_none_counts_as_nothing_submitted(tmp_path, text):
+    write_state(tmp_path).write_text(text)
+    with pytest.raises(InputError, match="nothing was submitted from here"):
+        submit.state(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(scheduler.NoAnswer("down"), 1), (scheduler.Refused("gone"), 0)]
+)
+def test_stopping_while_slurm_does_not_cancel(tmp_path, queue, monkeypatch, capsys, error, status):
+    def fail(name):
+        queue.pop(name)
+        raise error
+
+    queue[submit.coordinator_name(tmp_path)] = {"8": "RUNNING"}
+    monkeypatch.setattr(scheduler, "cancel_all", fail)
+    assert cli.main(["submit", "--stop", "--directory", str(tmp_path)]) == status
+    assert ("Slurm does not answer: down" in capsys.readouterr().err) == bool(status)
 
 
 def test_stopping_cancels_the_coordinator_before_its_jobs(tmp_path, queue, monkeypatch, capsys):

@@ -15,6 +15,7 @@ import yaml
 
 from pharos.cluster import machine, scheduler, site
 from pharos.cluster.machine import Finding, error, ok, warning
+from pharos.cluster.submit import read_profile
 from pharos.config import check_config_file, load_config
 from pharos.errors import CheckFailed, InputError, PharosError
 from pharos.models.cache import TOLD_OFFLINE, cache_root
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     profile, configfile = arguments.profile, arguments.configfile
     if not (profile / "config.yaml").is_file():
         raise InputError(f"--profile {profile}: no config.yaml in it; there is profiles/slurm")
+    read_profile(profile)
     check_config_file(configfile)
     raw = yaml.safe_load(configfile.read_text(encoding="utf-8-sig"))
     config = load_config(raw, CODE_FOLDER / "workflow/schemas/config.schema.yaml")
@@ -249,6 +251,5 @@ def _hosts(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _retries(profile: Path) -> int:
     """How often the profile lets a failed job run again."""
-    settings = yaml.safe_load((profile / "config.yaml").read_text(encoding="utf-8")) or {}
-    retries = settings.get("retries", 0)
+    retries = read_profile(profile).get("retries", 0)
     return retries if isinstance(retries, int) else 0

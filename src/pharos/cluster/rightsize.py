@@ -157,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not jobs and not benchmarks:
         raise InputError(
             f"no job that ended is known: {arguments.results / 'benchmarks'} has no run, and "
-            f"{accounting}; run the workflow first, or name its --results"
+            f"{'; '.join([accounting, *notes])}; run the workflow first, or name its --results"
         )
     proposals = propose(jobs, benchmarks, arguments.margin)
     print(render(proposals, arguments.margin, [accounting, *notes]), end="")
@@ -172,9 +172,13 @@ def read_accounting(results: Path, days: int) -> tuple[list[Run], str]:
     command = ["sacct", "--parsable2", "--noheader", f"--delimiter={DELIMITER}"]
     command += [f"--starttime={since:%Y-%m-%dT%H:%M}", f"--format={FIELDS}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=120
+        )
     except subprocess.TimeoutExpired:
         return [], "Slurm's accounting did not answer within 120 s"
+    except OSError as error:
+        return [], f"sacct does not run ({error.strerror})"
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"status {done.returncode}"
         return [], f"Slurm's accounting did not answer ({said})"
@@ -204,8 +208,8 @@ def parse_accounting(text: str, folder: Path, rules: dict[str, str]) -> list[Run
     width = FIELDS.count(",")
     for line in text.splitlines():
         fields = line.split(DELIMITER, width)
-        if len(fields) <= width:
-            continue  # The rest of a comment of several lines.
+        if len(fields) <= width or not fields[1].strip() or not fields[2].isdigit():
+            continue  # The rest of a comment of several lines, or a broken record.
         job_id, _, step = fields[0].partition(".")
         if step:
             steps.setdefault(job_id, []).append(fields)
@@ -249,7 +253,7 @@ def _run(rule: str, job: list[str], steps: list[list[str]]) -> Run:
     asked_seconds = 60.0 * int(limit) if limit.isdigit() else None
     peaks = [peak for peak in (_megabytes(step[8]) for step in steps) if peak]
     peak_mb = sum(peaks) if peaks else None
-    seconds = float(elapsed or 0)
+    seconds = float(elapsed)
     states = [state.split()[0], *(step[1].split()[0] for step in steps)]
     if states[0] == "COMPLETED":
         ended = "done"
@@ -307,7 +311,7 @@ def read_benchmarks(folder: Path) -> tuple[list[Run], list[str]]:
                 raise ValueError("it has no row")
         except OSError as error:
             notes.append(f"{path}: skipped: {error.strerror}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, csv.Error) as error:
             notes.append(f"{path}: skipped, no benchmark file of Snakemake: {error}")
     return runs, notes
 
@@ -316,7 +320,11 @@ def _benchmark(rule: str, row: dict[str, str]) -> Run:
     # A job that ended before the first look has NA; an old kernel gives "-".
     peak = None if row["max_rss"] in ("NA", "-") else float(row["max_rss"]) + SNAKEMAKE_MB
     cpu = None if row["cpu_time"] in ("NA", "-") else float(row["cpu_time"])
-    return Run(rule, "done", float(row["s"]), peak, cpu)
+    one = Run(rule, "done", float(row["s"]), peak, cpu)
+    for name, value in (("s", one.seconds), ("max_rss", peak), ("cpu_time", cpu)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {row[name]}")
+    return one
 
 
 def propose(jobs: Iterable[Run], benchmarks: Iterable[Run], margin: float) -> list[Proposal]:

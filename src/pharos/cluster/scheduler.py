@@ -256,7 +256,13 @@ def ask(
     ours = {k: v for k, v in environment.items() if not k.startswith(("SQUEUE_", "SACCT_"))}
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=within_s, env=ours
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            errors="replace",  # A job's folder or comment need not be UTF-8.
+            timeout=within_s,
+            env=ours,
         )
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"{command[0]} did not answer within {within_s:.0f} s") from None

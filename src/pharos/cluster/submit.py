@@ -5,6 +5,7 @@ ends; ahead of the job's time limit, the next such job and an end that leaves th
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -99,7 +100,9 @@ def submit(folder: Path, profile: str | None, minutes: int | None, rest: Sequenc
     options = ["--profile", profile, "--directory", str(folder.resolve()), *rest]
     # Not "all", which leaves errors out too.
     quietly = ["--dry-run", "--quiet", "rules", "progress"]
-    planned = subprocess.run([*snakemake, *quietly, *options], capture_output=True, text=True)
+    planned = subprocess.run(
+        [*snakemake, *quietly, *options], capture_output=True, text=True, errors="replace"
+    )
     if planned.returncode:
         print(complaint(planned.stderr + planned.stdout), file=sys.stderr)
         return 2
@@ -107,11 +110,14 @@ def submit(folder: Path, profile: str | None, minutes: int | None, rest: Sequenc
     partition = defaults.get("slurm_partition")
     limit = time_limit(minutes, _partition_limit(partition), partition)
     log = (folder / LOG_FILE).resolve()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("")
     path = (folder / STATE_FILE).resolve()
     sbatch = sbatch_options(folder, defaults, limit, log)
-    _write(path, {"command": command, "sbatch": sbatch, "jobs": [], "status": None})
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+        _write(path, {"command": command, "sbatch": sbatch, "jobs": [], "status": None})
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
     coordinator.share_code()
     try:
         job = scheduler.submit(["sbatch", *sbatch], script(path))
@@ -130,6 +136,26 @@ def complaint(output: str) -> str:
     return "\n".join(ours) or output.rpartition("Building DAG of jobs...\n")[2].strip()
 
 
+def read_profile(profile: Path) -> dict[str, Any]:
+    """The settings in a profile's ``config.yaml``.
+
+    Raises
+    ------
+    InputError
+        It is not there, not YAML, or not a mapping.
+    """
+    file = profile / "config.yaml"
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}: name the profile with --profile") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict):
+        raise InputError(f"{file}: not a mapping of Snakemake's options to their values")
+    return settings
+
+
 def profile_defaults(profile: Path) -> dict[str, str]:
     """The profile's default resources, for the partition and the account.
 
@@ -139,12 +165,7 @@ def profile_defaults(profile: Path) -> dict[str, str]:
         There is no such profile, or it is not for the executor that can be taken over from.
     """
     file = profile / "config.yaml"
-    try:
-        settings = yaml.safe_load(file.read_text()) or {}
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}: name the profile with --profile") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
+    settings = read_profile(profile)
     if settings.get("executor") != coordinator.EXECUTOR:
         raise InputError(
             f"{file}: executor: {settings.get('executor')} is not {coordinator.EXECUTOR}, whose "
@@ -152,7 +173,9 @@ def profile_defaults(profile: Path) -> dict[str, str]:
         )
     resources = settings.get("default-resources") or {}
     if isinstance(resources, list):
-        resources = dict(str(entry).split("=", 1) for entry in resources)
+        resources = dict(str(entry).partition("=")[::2] for entry in resources)
+    if not isinstance(resources, dict):
+        raise InputError(f"{file}: default-resources: {resources} is not a mapping of names")
     return {str(name): str(value).strip("'\"") for name, value in resources.items()}
 
 
@@ -275,7 +298,11 @@ def follow(folder: Path) -> int:
     """Print the log as it grows, until the run has ended; returns Snakemake's exit status."""
     _read(folder)
     path, asked = folder / LOG_FILE, 0.0
-    with path.open(errors="replace") as log:
+    try:
+        log = path.open(errors="replace")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}: ask with --state") from None
+    with log:
         while True:
             text = log.read()
             sys.stdout.write(text)
@@ -305,7 +332,7 @@ def stop(folder: Path) -> int:
         while live := _live(name):
             if not seen >= live.keys():  # One that handed over has a successor.
                 seen |= live.keys()
-                scheduler.cancel_all(name)
+                _cancel_all(name)
             if time.monotonic() > deadline:
                 jobs = ", ".join(sorted(live))
                 raise CheckFailed(f"Slurm jobs {jobs} were cancelled and have not ended yet")
@@ -320,6 +347,15 @@ def _queue(name: str) -> dict[str, scheduler.Queued]:
         return scheduler.queue(name)
     except scheduler.NoAnswer as silence:
         raise CheckFailed(f"Slurm does not answer: {silence}") from None
+
+
+def _cancel_all(name: str) -> None:
+    try:
+        scheduler.cancel_all(name)
+    except scheduler.NoAnswer as silence:
+        raise CheckFailed(f"Slurm does not answer: {silence}") from None
+    except scheduler.Refused:
+        pass  # One of them has just ended; whether any is left is looked at next.
 
 
 def _live(name: str) -> dict[str, scheduler.Queued]:
@@ -375,7 +411,9 @@ def run_in_job(path: Path) -> int:
             _update(path, lambda known: known["jobs"].append(following))
             return 0
         if following:  # Snakemake ended meanwhile: there is nothing to go on with.
-            scheduler.cancel([following])
+            # One that is left finds nothing to do.
+            with contextlib.suppress(scheduler.NoAnswer, scheduler.Refused):
+                scheduler.cancel([following])
     while child.poll() is None and signal.SIGTERM not in got:
         time.sleep(0.2)
     because = ""
@@ -421,9 +459,11 @@ def _say(message: str) -> None:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        known: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        known = json.loads((folder / STATE_FILE).read_text())
     except (OSError, ValueError):
-        raise InputError(f"{folder.resolve()}: nothing was submitted from here") from None
+        known = None
+    if not isinstance(known, dict) or not known.keys() >= {"jobs", "status"}:
+        raise InputError(f"{folder.resolve()}: nothing was submitted from here")
     return known
 
 
