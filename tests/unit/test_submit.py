@@ -267,6 +267,14 @@ def test_stopping_cancels_the_coordinator_before_its_jobs(tmp_path, queue, monke
     assert capsys.readouterr().out == "nothing runs here\n"
 
 
+def test_what_was_stopped_says_that_its_jobs_are_gone_too(tmp_path, queue, capsys):
+    write_state(tmp_path, status=138, ended="today", because="its jobs go on")
+    queue[scheduler.run_name(tmp_path)] = {"9": "RUNNING"}
+    submit.stop(tmp_path)
+    submit.state(tmp_path)
+    assert "exit status 138, today (stopped, and its jobs with it)" in capsys.readouterr().out
+
+
 def test_a_run_that_is_no_job_is_not_stopped_by_slurm(tmp_path, queue):
     try:
         coordinator.claim(tmp_path)

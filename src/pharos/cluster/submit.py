@@ -338,6 +338,10 @@ def stop(folder: Path) -> int:
                 raise CheckFailed(f"Slurm jobs {jobs} were cancelled and have not ended yet")
             time.sleep(0.5)
         cancelled += len(seen)
+    path = folder / STATE_FILE
+    with contextlib.suppress(InputError):  # A folder in which nothing was submitted.
+        if _read(folder).get("because"):  # The coordinator's own word, when its jobs went on.
+            _update(path, lambda known: known.update(because="stopped, and its jobs with it"))
     print(f"cancelled: {cancelled} Slurm jobs" if cancelled else "nothing runs here")
     return 0
 
