@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import yaml
+from jsonschema import Draft202012Validator
 
 from slurm_workspace import SlurmWorkspace
-from workspaces import tiny_config
+from workspaces import ROOT, tiny_config
 
+SCHEMA = yaml.safe_load((ROOT / "workflow/schemas/artifact.schema.yaml").read_text())
 NO_GPU = "device: cuda is asked for, and no GPU is visible"
 
 
@@ -30,6 +33,7 @@ def test_a_probe_runs_on_the_gpu_partition_and_says_what_it_ran_on(probed):
     partitions = {rule: {row["Partition"] for row in rows} for rule, rows in jobs.items()}
     assert partitions == {"corpus": {"cpu"}, "prefetch": {"cpu"}, "probe": {"gpu"}}
     assert "gres/gpu=1" in jobs["probe"][0]["AllocTRES"]
+    Draft202012Validator(SCHEMA).validate(artifact)
     result = artifact["result"]
     assert artifact["context"]["slurm"]["partition"] == result["partition"] == "gpu"
     assert result["device"] == artifact["platform"]["device"] == "cpu"
@@ -72,6 +76,7 @@ def test_verify_runs_on_a_cpu_node_and_counts_its_tests(workspace, tiny_model):
     (row,) = workspace.jobs(workspace.run("verify", timeout=1200))["verify"]
     assert (row["Partition"], row["AllocCPUS"]) == ("cpu", "2")
     artifact = json.loads((workspace.folder / "results/verify.json").read_text())
+    Draft202012Validator(SCHEMA).validate(artifact)
     checks = artifact["result"]["checks"]
     assert {check["outcome"] for check in checks.values()} == {"passed"}
     assert checks["tests"]["counts"]["passed"] > 700

@@ -30,6 +30,19 @@ def test_a_dry_run_lists_every_step_of_the_default():
     }
 
 
+def test_the_targets_beside_the_sweep_need_no_model_but_the_probe(tmp_path):
+    needs = {"verify": {"verify"}, "determinism": {"corpus", "shortcut_gate", "determinism"}}
+    needs["probe"] = {"corpus", "prefetch", "probe"}
+    for target, rules in needs.items():
+        assert set(jobs_in(plan_of_the_sweep(tmp_path, "--", target))) == rules
+    done = plan_of_the_sweep(
+        tmp_path,
+        *("--profile", str(ROOT / "profiles/slurm")),
+        *("--set-resources", "probe:slurm_partition=h100", "--", "probe"),
+    )
+    assert "output: results/probe/h100.json" in done.stdout
+
+
 def plan_of_the_sweep(folder, *arguments):
     command = [sys.executable, "-m", "snakemake", "-n", "--snakefile", str(ROOT / "Snakefile")]
     command += ["--directory", str(folder), "--configfile", str(ROOT / "config/cluster.yaml")]
