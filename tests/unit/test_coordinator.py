@@ -1,11 +1,13 @@
 """One coordinator at a time; what a dead one left is cleared, what a living one has stays."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -154,6 +156,19 @@ def test_a_dry_run_goes_on_beside_a_run_and_a_run_does_not(tmp_path, other, monk
     assert calls == ["dry"]
     assert refused.value.code == 2
     assert capfd.readouterr().err.startswith("pharos: error: ")
+
+
+def test_a_disk_that_becomes_read_only_ends_the_run_with_one_line(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, ends in ((errno.EROFS, SystemExit), (errno.EBADF, OSError)):
+        error = OSError(number, os.strerror(number), "results/a b")
+        workflow = SimpleNamespace(execute=Mock(side_effect=error))
+        coordinator.guard(workflow)
+        with pytest.raises(ends):
+            workflow.execute(executor_plugin=plugin("dryrun", dry=True))
+    said = capfd.readouterr().err
+    assert said.startswith("pharos: error: results/a b: Read-only file system: the run ended")
+    assert said.count("\n") == 1
 
 
 def leave_submission(folder, **changes):

@@ -23,7 +23,7 @@ from typing import Any
 
 from pharos.cluster import scheduler
 from pharos.cluster.ledger import Ledger
-from pharos.errors import InputError, explained
+from pharos.errors import CheckFailed, InputError, explained
 from pharos.runtime.artifacts import write_text_atomic
 
 LOCK_FILE = "coordinator.lock"
@@ -33,6 +33,8 @@ BEAT_S = 10.0
 SILENT_FOR_S = 25.0  # More than two beats.
 PATIENCE_S = 3.0  # A dry run holds the lock for a moment.
 SMALL_FILE_BYTES = 64 * 1024
+# What Snakemake itself cannot go on without, after a disk filled up or became read-only.
+UNWRITABLE = frozenset({errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS})
 SOURCE_FOLDER = Path(__file__).resolve().parents[2]
 _held: dict[str, Any] = {}
 
@@ -121,7 +123,17 @@ def guard(workflow: Any) -> None:
                 check_results_folder()
                 if executor_plugin.name != EXECUTOR:
                     check_no_job_is_left()
-        return execute(*args, executor_plugin=executor_plugin, **settings)
+        try:
+            return execute(*args, executor_plugin=executor_plugin, **settings)
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            with explained():
+                raise CheckFailed(
+                    f"{where}{error.strerror}: the run ended here, and its Slurm jobs with it; "
+                    "the same command goes on when the folder can be written again"
+                ) from None
 
     workflow.execute = guarded
 
