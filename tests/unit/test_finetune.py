@@ -266,6 +266,77 @@ def test_packed_gradients_with_a_bias_and_a_sliding_window(tiny_folder, builder)
     assert relative_difference(gradients(model), expected) < 1e-5
 
 
+def test_packed_gradients_with_capped_scores_and_answers_of_their_own_norms(builder):
+    from transformers import AutoModelForCausalLM, Gemma2Config
+
+    from pharos.finetune.packed import batch_loss, pack, packed_model, plain_loss
+
+    torch.manual_seed(1)
+    config = Gemma2Config(
+        vocab_size=len(builder._tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=20,
+        attn_logit_softcapping=2.0,
+    )
+    base = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = with_lora(types.SimpleNamespace(model=base))
+    examples = encode_examples(builder, make_items(4), 256, 2048)
+    plain_loss(model, examples).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with packed_model(model):
+        batch_loss(model.get_base_model(), pack(examples, opening_of(examples))).backward()
+    assert relative_difference(gradients(model), expected) < 1e-5
+
+
+def test_packed_gradients_of_rests_of_very_different_lengths(loaded, builder):
+    from pharos.finetune.packed import batch_loss, pack, packed_model, plain_loss
+
+    items = [
+        Item(f"e{k}", f"e{k}", "g", k % 2 == 0, "smoke and fire " * words)
+        for k, words in enumerate((9, 1, 4, 1, 10))
+    ]
+    examples = encode_examples(builder, items, 512, 2048)
+    batch = pack(examples, opening_of(examples))
+    assert sorted(n for n, _ in batch.layout.shapes) == [1, 2, 2]
+    model = with_lora(loaded)
+    plain_loss(model, examples).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with packed_model(model):
+        batch_loss(model.get_base_model(), batch).backward()
+    assert relative_difference(gradients(model), expected) < 1e-5
+
+
+def test_layers_of_one_input_are_one_product_and_the_last_ones_see_only_what_is_learned(
+    loaded, builder, monkeypatch
+):
+    from pharos.finetune import lora
+    from pharos.finetune.packed import batch_loss, pack, packed_model
+
+    calls = []
+    real = lora._Lora.apply
+
+    def noted(x, read, scales, *tensors):
+        calls.append((len(scales), None if read is None else len(read)))
+        return real(x, read, scales, *tensors)
+
+    model = with_lora(loaded)
+    examples = encode_examples(builder, make_items(4), 256, 2048)
+    batch = pack(examples, opening_of(examples))
+    with packed_model(model):
+        monkeypatch.setattr(lora._Lora, "apply", noted)
+        batch_loss(model.get_base_model(), batch).backward()
+    learned = sum(e.answer_length for e in examples)
+    first = [(3, None), (1, None), (2, None), (1, None)]
+    assert calls == [*first, (3, None), (1, learned), (2, learned), (1, learned)]
+
+
 def test_fifty_packed_steps_have_the_loss_curve_of_the_plain_loop(loaded, builder, tmp_path):
     from pharos.finetune.packed import plain_loss
     from pharos.finetune.train import add_lora, learning_rate

@@ -9,17 +9,19 @@ learned. In exact arithmetic, loss and gradients are those of the plain loop.
 """
 
 import contextlib
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from pharos.errors import InputError
+from pharos.finetune.attention import Layout, packed_attention
 from pharos.finetune.data import Example
+from pharos.finetune.lora import LoraGroup, is_plain_lora
 
 ATTENTION_NAME = "pharos_packed"
 # Largest difference between the packed loss and each example's own, relative to 1 + loss.
@@ -30,14 +32,14 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 class Batch:
     """Examples in one row of ``T`` tokens: the shared opening, then the rest of each.
 
-    ``input_ids`` and ``position_ids`` are ``[1, T]``; ``pieces`` are the lengths of the opening
-    (0 for none) and of every rest; ``learned`` are the places in the row whose next token is
-    learned, ``[n]``, and ``targets`` those tokens, ``[n]``.
+    ``input_ids`` and ``position_ids`` are ``[1, T]``; ``layout`` says where the pieces are;
+    ``learned`` are the places in the row whose next token is learned, ``[n]``, and ``targets``
+    those tokens, ``[n]``.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    pieces: list[int]
+    layout: Layout
     learned: Tensor
     targets: Tensor
 
@@ -50,7 +52,7 @@ def pack(examples: Sequence[Example], shared: int, device: str = "cpu") -> Batch
     """
     row = list(examples[0].ids[:shared])
     positions = list(range(shared))
-    pieces = [shared]
+    rests: list[int] = []
     learned: list[int] = []
     targets: list[int] = []
     for example in examples:
@@ -60,11 +62,11 @@ def pack(examples: Sequence[Example], shared: int, device: str = "cpu") -> Batch
         targets += example.ids[example.prompt_length :]
         row += rest
         positions += range(shared, shared + len(rest))
-        pieces.append(len(rest))
+        rests.append(len(rest))
     return Batch(
         torch.tensor([row], device=device),
         torch.tensor([positions], device=device),
-        pieces,
+        Layout(shared, rests, device),
         torch.tensor(learned, device=device),
         torch.tensor(targets, device=device),
     )
@@ -82,9 +84,9 @@ def batch_loss(model: Any, batch: Batch) -> Tensor:
         # product copy the output layer once for each.
         logits_to_keep=batch.learned,
         use_cache=False,
-        pieces=batch.pieces,
-    ).logits[0]
-    return functional.cross_entropy(logits.float(), batch.targets)
+        layout=batch.layout,
+    ).logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets)
 
 
 @contextlib.contextmanager
@@ -92,17 +94,30 @@ def packed_model(model: Any) -> Iterator[None]:
     """Let a peft model with LoRA layers compute rows of :func:`pack`, for the duration."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
     before = model.config._attn_implementation
-    layers = [module for module in model.modules() if _is_plain_lora(module)]
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model.set_attn_implementation(ATTENTION_NAME)
-    for layer in layers:
-        layer.forward = types.MethodType(_lora_forward, layer)
+    groups: list[LoraGroup] = []
+    hook = None
     try:
+        first, tail = _groups(model)
+        groups = [*first, *tail]
+        for group in groups:
+            for k, layer in enumerate(group.layers):
+                layer.forward = partial(group.forward, k)
+
+        def tell(_: Any, __: Any, options: Mapping[str, Any]) -> None:
+            for group in tail:
+                group.read = options["logits_to_keep"]
+
+        hook = model.get_base_model().register_forward_pre_hook(tell, with_kwargs=True)
         yield
     finally:
-        for layer in layers:
-            del layer.forward
+        if hook is not None:
+            hook.remove()
+        for group in groups:
+            for layer in group.layers:
+                del layer.forward
         model.set_attn_implementation(before)
 
 
@@ -150,112 +165,40 @@ def plain_loss(model: Any, examples: Sequence[Example], device: str = "cpu") -> 
     )
 
 
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    pieces: Sequence[int] = (),
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention over a row of pieces: the first sees itself, each other the first and itself.
+def _groups(model: Any) -> tuple[list[LoraGroup], list[LoraGroup]]:
+    """The LoRA layers of ``model``, grouped by the tensor that they are given.
 
-    The arguments are those of transformers' attention interface: ``query`` is
-    ``[1, heads, T, size]``, ``key`` and ``value`` are ``[1, key heads, T, size]``; the result is
-    ``[1, T, heads, size]``. Written out in matrix products: on a processor, the backward pass of
-    the fused kernel is slower at these lengths.
+    Second come the groups behind the last attention: tokens do not meet any more there, so that
+    only the places count whose logits are read.
     """
-    opening, *keys = torch.split(key[0], list(pieces), dim=1)
-    opening_value, *values = torch.split(value[0], list(pieces), dim=1)
-    opening_query, *queries = torch.split(query[0], list(pieces), dim=1)
+    from transformers import AttentionInterface
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # The heads that share a key become rows of one product: [key heads, rows, keys].
-        heads, length, size = q.shape
-        key_heads, width, _ = k.shape
-        scores = (q * scaling).reshape(key_heads, -1, size) @ k.transpose(1, 2)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.view(key_heads, -1, length, width)
-        scores += _causal_mask(length, width, sliding_window, scores)
-        weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        weights = functional.dropout(weights, p=dropout, training=module.training)
-        return (weights.view(key_heads, -1, width) @ v).view(heads, length, size)
+    given: list[tuple[Tensor | None, list[Any]]] = []
 
-    done = [attend(opening_query, opening, opening_value)] if pieces[0] else []
-    for q, k, v in zip(queries, keys, values, strict=True):
-        done.append(attend(q, torch.cat([opening, k], 1), torch.cat([opening_value, v], 1)))
-    return torch.cat(done, dim=1).transpose(0, 1).unsqueeze(0), None
+    def note(layer: Any, arguments: tuple[Tensor, ...]) -> None:
+        if given and given[-1][0] is arguments[0]:
+            given[-1][1].append(layer)
+        else:
+            given.append((arguments[0], [layer]))
 
+    def note_attention(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
+        given.append((None, []))
+        return packed_attention(*arguments, **options)
 
-def _causal_mask(rows: int, columns: int, window: int | None, like: Tensor) -> Tensor:
-    """``[rows, columns]`` of 0 and -inf; the last row stands at the last column."""
-    row = torch.arange(columns - rows, columns, device=like.device)[:, None]
-    column = torch.arange(columns, device=like.device)[None, :]
-    hidden = column > row
-    if window is not None:
-        hidden |= column <= row - window
-    return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
-
-
-class _LoraLinear(torch.autograd.Function):
-    """``x W^T + bias + scale (x A^T) B^T`` with W and bias frozen.
-
-    The same as peft's layer, in three products forward and five backward that add up in place:
-    no casts, no scaled copies, no sums of whole activations.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        low = rows @ a.to(x.dtype).t()
-        out = functional.linear(rows, weight, bias)
-        out.addmm_(low, b.to(x.dtype).t(), alpha=scale)
-        ctx.save_for_backward(rows, low, weight, a, b)
-        ctx.scale, ctx.shape = scale, x.shape
-        return out.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, low, weight, a, b = ctx.saved_tensors
-        grad = grads[0].reshape(-1, weight.shape[0])
-        grad_low = (grad @ b.to(grad.dtype)).mul_(ctx.scale)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight).addmm_(grad_low, a.to(grad.dtype)).view(ctx.shape)
-        grad_a = (grad_low.t() @ rows).to(a.dtype)
-        grad_b = (grad.t() @ low).mul_(ctx.scale).to(b.dtype)
-        return grad_x, None, None, grad_a, grad_b, None
-
-
-def _is_plain_lora(module: Any) -> bool:
-    """A peft LoRA layer on an ordinary linear layer, without dropout or variants."""
-    from peft.tuners.lora.layer import Linear
-
-    return (
-        type(module) is Linear
-        and type(module.base_layer) is nn.Linear
-        and len(module.active_adapters) == 1
-        and not module.lora_variant
-        and isinstance(module.lora_dropout[module.active_adapters[0]], nn.Identity)
-    )
-
-
-def _lora_forward(layer: Any, x: Tensor) -> Tensor:
-    name = layer.active_adapters[0]
-    out: Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
-        x,
-        layer.base_layer.weight,
-        layer.base_layer.bias,
-        layer.lora_A[name].weight,
-        layer.lora_B[name].weight,
-        layer.scaling[name],
-    )
-    return out
+    AttentionInterface.register(ATTENTION_NAME, note_attention)
+    layers = [module for module in model.modules() if is_plain_lora(module)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        with torch.no_grad():
+            batch_loss(model.get_base_model(), pack([Example("", [0, 0], 1)], 0, model.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    calls = [k for k, (x, _) in enumerate(given) if x is None]
+    last = calls[-1] if calls else len(given)
+    groups = [
+        [LoraGroup(group) for x, group in part if x is not None]
+        for part in (given[:last], given[last:])
+    ]
+    return groups[0], groups[1]
