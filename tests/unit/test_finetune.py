@@ -45,6 +45,7 @@ ADAPTER = {
     "max_tokens": 256,
     "seed": 3,
     "checkpoint_every_steps": 2,
+    "checkpoint_every_minutes": 10,
 }
 BASE = {"base_model_name_or_path": "someone/tiny", "revision": "abc123"}
 
@@ -749,6 +750,29 @@ def test_how_often_checkpoints_are_written_is_not_part_of_the_run(loaded, builde
     train(loaded, builder, tmp_path)
     again = train(loaded, builder, tmp_path, checkpoint_every_steps=1)
     assert again.timing["resumed_from"] == [6]
+
+
+def test_checkpoints_are_also_written_by_the_minute_and_change_nothing(
+    loaded, builder, tmp_path, monkeypatch
+):
+    from pharos.finetune import train as module
+
+    whole = train(loaded, builder, tmp_path, "whole")
+    minutes = iter(range(0, 10**6, 90))
+    written = []
+    real = module.save_checkpoint
+
+    def noted(folder, run, state, tensors):
+        written.append(state.step)
+        real(folder, run, state, tensors)
+
+    monkeypatch.setattr(module, "save_checkpoint", noted)
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(minutes)))
+    rarely = {"checkpoint_every_steps": 100, "checkpoint_every_minutes": 10}
+    by_the_clock = train(loaded, builder, tmp_path, "clock", **rarely)
+    assert 1 < len(written) < 6
+    assert by_the_clock.result == whole.result
+    assert adapter_bytes(tmp_path, "clock") == adapter_bytes(tmp_path, "whole")
 
 
 def save(folder, step, run="r" * 64):

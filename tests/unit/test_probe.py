@@ -31,6 +31,7 @@ ADAPTER = {
     "max_tokens": 256,
     "seed": 0,
     "checkpoint_every_steps": 20,
+    "checkpoint_every_minutes": 10,
 }
 
 

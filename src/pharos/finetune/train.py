@@ -29,6 +29,8 @@ from pharos.runtime.platform import describe_platform
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
+# Not part of what a run is: they change nothing that comes out.
+WHEN_TO_SAVE = ("checkpoint_every_steps", "checkpoint_every_minutes")
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def train_adapter(
     digests = {"data": data_digest(examples)}
     run_digest = digest_of(
         {
-            "adapter": {k: v for k, v in adapter_config.items() if k != "checkpoint_every_steps"},
+            "adapter": {k: v for k, v in adapter_config.items() if k not in WHEN_TO_SAVE},
             "base": dict(base),
             "data": digests["data"],
             "dtype": loaded.dtype,
@@ -177,6 +179,7 @@ def _train(
         if state.step:
             progress.advance(state.step)
         first = state.step
+        saved = time.monotonic()
         for step in range(first, steps):
             started = time.monotonic()
             epoch, place = divmod(step, steps_an_epoch)
@@ -201,9 +204,12 @@ def _train(
             state.seconds += time.monotonic() - started
             progress.advance(loss=round(state.losses[-1], 4))
             last = state.step == steps
-            if state.step % config["checkpoint_every_steps"] == 0 or last or stopped_by:
+            due = state.step % config["checkpoint_every_steps"] == 0
+            late = time.monotonic() - saved >= 60 * config["checkpoint_every_minutes"]
+            if due or late or last or stopped_by:
                 tensors = _tensors(parameters, optimizer)
                 save_checkpoint(checkpoint_dir, run_digest, state, tensors)
+                saved = time.monotonic()
             if stopped_by and not last:
                 raise CheckFailed(
                     f"stopped by {stopped_by[0]} after step {state.step} of {steps}; the state is "
