@@ -267,6 +267,14 @@ def test_stopping_cancels_the_coordinator_before_its_jobs(tmp_path, queue, monke
     assert capsys.readouterr().out == "nothing runs here\n"
 
 
+def test_of_two_submissions_at_once_one_is_refused(tmp_path, profile):
+    refused = pytest.raises(InputError, match="another `pharos submit` is under way here")
+    with submit._one_at_a_time(tmp_path), refused:
+        submit.submit(tmp_path, str(profile), None, [])
+    with submit._one_at_a_time(tmp_path):
+        pass
+
+
 def test_what_was_stopped_says_that_its_jobs_are_gone_too(tmp_path, queue, capsys):
     write_state(tmp_path, status=138, ended="today", because="its jobs go on")
     queue[scheduler.run_name(tmp_path)] = {"9": "RUNNING"}

@@ -153,7 +153,7 @@ def claim(working_folder: Path | str = ".") -> None:
     folder = Path(working_folder) / ".snakemake"
     folder.mkdir(exist_ok=True)
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    locked = _lock(descriptor, PATIENCE_S)
+    locked = take_lock(descriptor, PATIENCE_S)
     if locked is None:
         os.close(descriptor)
         return
@@ -194,7 +194,7 @@ def clear_stale_lock(working_folder: Path | str = ".") -> int:
     except OSError:
         return 0
     try:
-        alone = _lock(descriptor) and read_note(working_folder).get("host", _host()) == _host()
+        alone = take_lock(descriptor) and read_note(working_folder).get("host", _host()) == _host()
         return _remove_locks(folder) if alone else 0
     finally:
         os.close(descriptor)
@@ -207,7 +207,7 @@ def coordinator_of(working_folder: Path | str = ".") -> dict[str, Any] | None:
     except OSError:
         return None
     try:
-        return read_note(working_folder) if _lock(descriptor) is False else None
+        return read_note(working_folder) if take_lock(descriptor) is False else None
     finally:
         os.close(descriptor)
 
@@ -265,7 +265,7 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _lock(descriptor: int, patience_s: float = 0.0) -> bool | None:
+def take_lock(descriptor: int, patience_s: float = 0.0) -> bool | None:
     """Take the lock alone; False if another process has it, None if there are no locks here."""
     deadline = time.monotonic() + patience_s
     while True:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from pharos.errors import CheckFailed, InputError
 from pharos.runtime.artifacts import write_text_atomic
 
 STATE_FILE = ".snakemake/coordinator_job.json"
+LOCK_FILE = ".snakemake/submit.lock"
 LOG_FILE = "results/logs/coordinator.log"
 MEMORY_MB = 4000  # Planning 10,000 jobs takes 1 GB.
 LIMIT_MINUTES = 24 * 60  # Less where the partition allows less.
@@ -95,6 +96,17 @@ def submit(folder: Path, profile: str | None, minutes: int | None, rest: Sequenc
         raise InputError(f"--directory {folder}: no such folder")
     profile = profile or "profiles/slurm"
     defaults = profile_defaults(Path(profile))
+    with _one_at_a_time(folder):
+        return _submit(folder, profile, defaults, minutes, rest)
+
+
+def _submit(
+    folder: Path,
+    profile: str,
+    defaults: Mapping[str, str],
+    minutes: int | None,
+    rest: Sequence[str],
+) -> int:
     _refuse_a_second(folder)
     snakemake = [sys.executable, "-m", "snakemake"]
     options = ["--profile", profile, "--directory", str(folder.resolve()), *rest]
@@ -228,6 +240,23 @@ def script(state_file: Path) -> str:
     """The batch script: this module, in place of the shell, so that it gets the signals."""
     words = [sys.executable, "-m", "pharos.cluster.submit", str(state_file)]
     return f"#!/bin/sh\nexec {shlex.join(words)}\n"
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Between the look at the queue and the submission no other one may come."""
+    path = folder / LOCK_FILE
+    try:
+        path.parent.mkdir(exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+    try:
+        if coordinator.take_lock(descriptor) is False:
+            raise InputError(f"{folder.resolve()}: another `pharos submit` is under way here")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _refuse_a_second(folder: Path) -> None:
