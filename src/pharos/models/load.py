@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pharos.errors import CheckFailed, InputError
 from pharos.models.cache import set_up_hub
 from pharos.models.sources import base_identity, verified_folder
 from pharos.runtime.platform import isa_level
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Elsewhere bfloat16 is emulated, at a fifth to a quarter of the speed of float32.
 CPU_LEVELS_WITH_BF16 = ("amx", "avx512_bf16")
@@ -22,7 +25,9 @@ class LoadedModel:
 
     ``device`` is ``"cpu"`` or ``"cuda"``, ``dtype`` ``"float32"`` or ``"bfloat16"``,
     ``precision`` ``"full"`` or ``"nf4"``, ``attention`` ``"sdpa"`` or ``"eager"``;
-    ``context_length`` is in tokens, ``None`` where the model states no limit.
+    ``context_length`` is in tokens, ``None`` where the model states no limit. ``originals`` are
+    the stored values of weights that bfloat16 has rounded, for
+    :func:`pharos.models.precision.in_float32`.
     """
 
     model: Any
@@ -32,6 +37,7 @@ class LoadedModel:
     precision: str
     attention: str
     context_length: int | None
+    originals: "dict[Tensor, Tensor]" = field(default_factory=dict, repr=False)
 
     @property
     def platform_dtype(self) -> str:
@@ -44,6 +50,7 @@ def load_model(
     model_config: Mapping[str, Any],
     device: str = "cpu",
     adapter_dir: Path | str | None = None,
+    exact: bool = False,
 ) -> LoadedModel:
     """Load a fetched model, and an adapter onto it, without touching the network.
 
@@ -57,6 +64,8 @@ def load_model(
         ``"cpu"`` or ``"cuda"``.
     adapter_dir
         A peft folder; ``None`` for the base alone.
+    exact
+        Keep what loading in bfloat16 rounds away, where the files hold more.
 
     Raises
     ------
@@ -75,15 +84,23 @@ def load_model(
     set_up_hub(offline=True)
     import transformers
 
+    from pharos.models import precision
+
     transformers.logging.disable_progress_bar()
+    # A container may have set this to less; float32 is to mean float32.
+    torch.set_float32_matmul_precision("highest")
     dtype = choose_dtype(model_config["dtype"], device)
+    narrow_dtype = getattr(torch, dtype)
+    four_bits = model_config["precision"] == "nf4"
+    wide = precision.wide_weights(folder) if dtype == "bfloat16" else {}
     options: dict[str, Any] = {
-        "dtype": getattr(torch, dtype),
+        # 4-bit weights are made of the stored ones, so that they are the same in any dtype.
+        "dtype": torch.float32 if four_bits and wide else narrow_dtype,
         "attn_implementation": model_config["attention"],
         "device_map": {"": device},
     }
-    if model_config["precision"] == "nf4":
-        options["quantization_config"] = _four_bits(getattr(torch, dtype))
+    if four_bits:
+        options["quantization_config"] = _four_bits(narrow_dtype)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         local_files_only=True,
@@ -93,6 +110,12 @@ def load_model(
         **options,
     )
     _refuse_incomplete(loading)
+    originals = {}
+    if four_bits:
+        _without_packing(model)
+        originals = precision.narrow(model, narrow_dtype)
+    elif exact and wide:
+        originals = precision.read_originals(model, wide)
     if adapter_dir is not None:
         import peft
 
@@ -106,6 +129,7 @@ def load_model(
         precision=model_config["precision"],
         attention=model_config["attention"],
         context_length=context_length_of(model.config),
+        originals=originals if exact else {},
     )
 
 
@@ -173,6 +197,17 @@ def _four_bits(dtype: Any) -> Any:
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_use_double_quant=True,
     )
+
+
+def _without_packing(model: Any) -> None:
+    """Keep the layout of 4-bit weights as it was made.
+
+    Where the processor has AVX-512 BF16, the library would pack them anew in their first
+    product, round their scales to bfloat16, and compute in it whatever dtype is asked for.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def check_adapter(folder: Path, model_result: Mapping[str, Any]) -> None:
