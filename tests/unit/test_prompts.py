@@ -1,5 +1,6 @@
 """Prompts become the same tokens for training and for evaluation."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import tiny_models
+from pharos.corpus.items import Item
 from pharos.errors import InputError
-from pharos.evaluate.prompts import PromptBuilder, shared_prefix_length
+from pharos.evaluate.prompts import PromptBuilder, cut_record, shared_prefix_length
+from pharos.finetune.data import encode_examples
 
 WITH_BOS = "{{ bos_token }}" + tiny_models.CHATML
 NO_SYSTEM = (
@@ -153,6 +156,53 @@ def test_prompts_beyond_the_context_are_refused_with_their_ids():
     assert "7 of 8 prompts" in str(error.value)
     assert "'long0'" in str(error.value) and "and 2 more" in str(error.value)
     assert "'e1'" not in str(error.value)
+
+
+LONG = " ".join(f"word{k}" for k in range(200))
+
+
+@pytest.mark.parametrize("template", [None, tiny_models.CHATML])
+@pytest.mark.parametrize("place", ["cut_end", "cut_start"])
+def test_a_long_text_is_cut_where_the_configuration_says(template, place, capsys):
+    build = builder(tiny_models.tokenizer(template), too_long=place)
+    fits, cut = build.encode([item("fog"), item(LONG, "e2")], context_length=300)
+    after = 1 + max(map(len, cut.answers.values()))
+    assert fits.cut == 0
+    assert 290 <= len(cut.ids) + after <= 300
+    kept = LONG[: -cut.cut] if place == "cut_end" else LONG[cut.cut :]
+    assert cut == dataclasses.replace(build.encode([item(kept, "e2")])[0], cut=cut.cut)
+    assert f"1 of 2 texts are cut at their {place[4:]}" in capsys.readouterr().err
+
+
+def test_as_much_of_a_long_text_as_fits_is_kept():
+    build = builder(too_long="cut_end")
+    (cut,) = build.encode([item(LONG)], context_length=300, room=10)
+    one_more = LONG[: len(LONG) - cut.cut + 1]
+    assert len(cut.ids) <= 290 < len(build.prompt_ids(one_more)) + 1
+
+
+def test_what_is_learned_is_what_is_asked_of_a_long_text():
+    items = [Item("e1", "e1", "g", True, LONG), Item("e2", "e2", "g", False, "fog")]
+    build = builder(too_long="cut_start")
+    asked = build.encode(items, context_length=300)
+    learned = encode_examples(build, items, 512, 300)
+    for prompt, example, answer in zip(asked, learned, ("positive", "negative"), strict=True):
+        assert example.ids == [*prompt.ids, *prompt.answers[answer], build.end_id]
+        assert example.cut == prompt.cut
+    assert cut_record({example.id: example.cut for example in learned}) == {
+        "count": 1,
+        "ids": ["e1"],
+    }
+
+
+def test_a_prompt_whose_instruction_alone_is_too_long_is_refused():
+    with pytest.raises(InputError, match=r"'e1': the prompt without its text has \d+ tokens"):
+        builder(too_long="cut_end").encode([item(LONG)], context_length=20)
+
+
+def test_the_refusal_of_a_long_prompt_names_the_way_to_cut_it():
+    with pytest.raises(InputError, match=r"too_long: cut_end"):
+        builder().encode([item(LONG)], context_length=300)
 
 
 def test_a_prompt_must_leave_room_for_its_answer():

@@ -1,11 +1,13 @@
 """Prompts as tokens: the one place from which training and evaluation get theirs."""
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pharos.errors import InputError
+from pharos.runtime.log import warn
 
 ANSWERS = ("positive", "negative")
 # Some chat templates print today's date; a prompt must not change from one day to the next.
@@ -35,13 +37,14 @@ class Prompt:
 
     ``ids`` are the prompt's tokens; ``answers`` maps ``"positive"`` and ``"negative"`` to the
     tokens of that answer after this prompt, without the end token; ``sha256`` is over the
-    prompt's text.
+    prompt's text; ``cut`` is how many characters of the item's text were left out of it.
     """
 
     id: str
     ids: list[int]
     answers: dict[str, list[int]]
     sha256: str
+    cut: int = 0
 
 
 class PromptBuilder:
@@ -58,7 +61,8 @@ class PromptBuilder:
     tokenizer
         A transformers tokenizer.
     prompt_config
-        ``tasks.<task>.prompt`` of the configuration: ``system``, ``template``, ``answers``.
+        ``tasks.<task>.prompt`` of the configuration: ``system``, ``template``, ``answers``,
+        ``too_long``.
 
     Attributes
     ----------
@@ -81,6 +85,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._system = prompt_config.get("system", "").strip()
         self._template = prompt_config["template"]
+        self._too_long = prompt_config.get("too_long", "refuse")
         self.answers = {name: prompt_config["answers"][name].strip() for name in ANSWERS}
         for name, answer in self.answers.items():
             if not answer:
@@ -193,28 +198,66 @@ class PromptBuilder:
         InputError
             If a text holds one of the tokenizer's control tokens, if the prompt's tokens are
             not the first tokens of prompt + answer, if an answer adds no token, or if a prompt
-            is too long; the message names the items.
+            is too long and ``too_long`` is ``refuse``; the message names the items.
         """
         items = list(items)
         self._refuse_control_tokens(items)
-        texts = [self.prompt_text(item.text) for item in items]
-        prompts = self._encode_all(texts)
+        encoded = self._prompts([item.id for item in items], [item.text for item in items])
+        if context_length is None:
+            return encoded
+        too_long = [
+            place for place, prompt in enumerate(encoded) if _size(prompt, room) > context_length
+        ]
+        if too_long and self._too_long == "refuse":
+            raise InputError(_too_long_message(encoded, too_long, context_length, room))
+        for place in too_long:
+            encoded[place] = self._cut(items[place], context_length, room)
+        if too_long:
+            warn(
+                f"{len(too_long)} of {len(items)} texts are cut at their "
+                f"{self._too_long.removeprefix('cut_')} to fit the model's context of "
+                f"{context_length} tokens"
+            )
+        return encoded
+
+    def _prompts(self, ids: Sequence[str], texts: Sequence[str]) -> list[Prompt]:
+        asked = [self.prompt_text(text) for text in texts]
+        prompts = self._encode_all(asked)
         wholes = {
-            name: self._encode_all([text + self._lead + answer for text in texts])
+            name: self._encode_all([text + self._lead + answer for text in asked])
             for name, answer in self.answers.items()
         }
-        encoded = [
+        return [
             Prompt(
-                item.id,
+                ids[row],
                 prompts[row],
-                {n: self._tail(prompts[row], wholes[n][row], n, item.id) for n in ANSWERS},
-                hashlib.sha256(texts[row].encode()).hexdigest(),
+                {n: self._tail(prompts[row], wholes[n][row], n, ids[row]) for n in ANSWERS},
+                hashlib.sha256(asked[row].encode()).hexdigest(),
             )
-            for row, item in enumerate(items)
+            for row in range(len(asked))
         ]
-        if context_length is not None:
-            _refuse_too_long(encoded, context_length, room)
-        return encoded
+
+    def _cut(self, item: Asked, context_length: int, room: int | None) -> Prompt:
+        """The prompt with as much of the text as fits: its beginning, or its end."""
+
+        def keeping(size: int) -> Prompt:
+            start = len(item.text) - size if self._too_long == "cut_start" else 0
+            return self._prompts([item.id], [item.text[start : start + size]])[0]
+
+        best, fits, too_much = None, 1, len(item.text)
+        while fits < too_much:
+            size = (fits + too_much) // 2
+            prompt = keeping(size)
+            if _size(prompt, room) <= context_length:
+                best, fits = prompt, size + 1
+            else:
+                too_much = size
+        if best is None:
+            raise InputError(
+                f"item {item.id!r}: the prompt without its text has {_size(keeping(0), room)} "
+                f"tokens with its answer, and the model's context has {context_length}"
+            )
+        return dataclasses.replace(best, cut=len(item.text) - (fits - 1))
 
     def _tail(self, prompt: list[int], whole: list[int], answer: str, where: str) -> list[int]:
         if whole[: len(prompt)] != prompt:
@@ -288,16 +331,31 @@ def _chat_template_of(tokenizer: Any) -> str | None:
     return FIXED_DATE + template if "strftime_now" in template else template
 
 
-def _refuse_too_long(prompts: Sequence[Prompt], context_length: int, room: int | None) -> None:
-    too_long = []
-    for prompt in prompts:
-        after = 1 + max(map(len, prompt.answers.values())) if room is None else room
-        if len(prompt.ids) + after > context_length:
-            too_long.append(f"{prompt.id!r} ({len(prompt.ids)} + {after} tokens)")
-    if too_long:
-        listed = ", ".join(too_long[:LISTED_IDS])
-        more = len(too_long) - LISTED_IDS
-        raise InputError(
-            f"{len(too_long)} of {len(prompts)} prompts do not fit the model's context of "
-            f"{context_length} tokens: {listed}{f' and {more} more' if more > 0 else ''}"
-        )
+def cut_record(cut: Mapping[str, int]) -> dict[str, Any]:
+    """For the record: ``count`` and ``ids`` of the items (``{id: characters}``) that were cut."""
+    ids = [item for item, characters in cut.items() if characters]
+    return {"count": len(ids), "ids": ids}
+
+
+def _room_after(prompt: Prompt, room: int | None) -> int:
+    return 1 + max(map(len, prompt.answers.values())) if room is None else room
+
+
+def _size(prompt: Prompt, room: int | None) -> int:
+    return len(prompt.ids) + _room_after(prompt, room)
+
+
+def _too_long_message(
+    prompts: Sequence[Prompt], too_long: Sequence[int], context_length: int, room: int | None
+) -> str:
+    listed = ", ".join(
+        f"{prompts[place].id!r} ({len(prompts[place].ids)} + {_room_after(prompts[place], room)} "
+        "tokens)"
+        for place in too_long[:LISTED_IDS]
+    )
+    more = len(too_long) - LISTED_IDS
+    return (
+        f"{len(too_long)} of {len(prompts)} prompts do not fit the model's context of "
+        f"{context_length} tokens: {listed}{f' and {more} more' if more > 0 else ''}; "
+        "prompt.too_long: cut_end (or cut_start) would leave out that part of the text"
+    )

@@ -22,12 +22,14 @@ class Example:
     """One prompt with its answer.
 
     ``ids`` are the tokens of prompt, answer and end token; the first ``prompt_length`` of them
-    are the prompt's, and the loss is on the others.
+    are the prompt's, and the loss is on the others. ``cut`` characters of the item's text are not
+    in it.
     """
 
     id: str
     ids: list[int]
     prompt_length: int
+    cut: int = 0
 
     @property
     def answer_length(self) -> int:
@@ -38,7 +40,7 @@ class Example:
 def encode_examples(
     builder: PromptBuilder, items: Sequence[Item], max_tokens: int, context_length: int | None
 ) -> list[Example]:
-    """Items as training examples, in order. Nothing is ever cut off.
+    """Items as training examples, in order. What is learned is never cut off.
 
     Parameters
     ----------
@@ -63,7 +65,8 @@ def encode_examples(
     examples = []
     for item, prompt in zip(items, builder.encode(items, context_length), strict=True):
         answer = prompt.answers["positive" if item.label else "negative"]
-        examples.append(Example(item.id, [*prompt.ids, *answer, end], len(prompt.ids)))
+        ids = [*prompt.ids, *answer, end]
+        examples.append(Example(item.id, ids, len(prompt.ids), prompt.cut))
     too_long = [f"{e.id!r} ({len(e.ids)} tokens)" for e in examples if len(e.ids) > max_tokens]
     if too_long:
         more = f" and {len(too_long) - LISTED_IDS} more" if len(too_long) > LISTED_IDS else ""
