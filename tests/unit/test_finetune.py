@@ -442,18 +442,18 @@ def test_the_result_counts_what_was_done(loaded, builder, tmp_path):
 
 
 def test_computed_tokens_are_those_of_the_batches(loaded, builder, tmp_path, monkeypatch):
-    from pharos.finetune import train as module
+    from pharos.finetune import packed
 
     seen = []
-    real = module.batch_loss
+    real = packed.batch_loss
 
     def counted(model, batch):
         seen.append(batch.input_ids.shape[1])
         return real(model, batch)
 
-    monkeypatch.setattr(module, "batch_loss", counted)
+    monkeypatch.setattr(packed, "batch_loss", counted)
     result = train(loaded, builder, tmp_path).result
-    assert sum(seen) == result["tokens"]["computed"]
+    assert sum(seen[1:]) == result["tokens"]["computed"]  # the first is the check of packing
 
 
 def test_warm_up_is_a_share_of_all_steps_and_the_rate_ends_near_zero():
@@ -591,6 +591,74 @@ def test_the_loss_curve_draws_every_step_and_has_no_date():
         assert b"<dc:date>" not in first
 
 
+# -- memory -----------------------------------------------------------------------------------
+
+
+def holds(monkeypatch, examples, after=0):
+    """A device on which, after some passes, no more than so many examples fit."""
+    from pharos.finetune import packed
+
+    real, calls = packed.batch_loss, []
+
+    def small(model, batch):
+        calls.append(None)
+        if len(batch.pieces) - 1 > examples and len(calls) > after + 1:  # the check is the first
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(model, batch)
+
+    monkeypatch.setattr(packed, "batch_loss", small)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4, 9])
+def test_gradients_added_up_in_parts_are_those_of_the_batch(loaded, builder, at_once):
+    from pharos.finetune.data import encode_examples
+    from pharos.finetune.packed import add_gradients, packed_model
+
+    answers = {"positive": "SIGNIFICANT indeed, by every rule there is", "negative": "ROUTINE"}
+    uneven = type(builder)(loaded.tokenizer, {**PROMPT, "answers": answers})
+    examples = encode_examples(uneven, make_items(7), 512, None)
+    assert len({example.answer_length for example in examples}) > 1
+    model = with_lora(loaded)
+    with packed_model(model):
+        shared = opening_of(examples)
+        whole = add_gradients(model.get_base_model(), examples, shared, "cpu", 7)
+        expected = gradients(model)
+        model.zero_grad()
+        loss = add_gradients(model.get_base_model(), examples, shared, "cpu", at_once)
+        found = gradients(model)
+    assert loss == pytest.approx(whole, rel=1e-6)
+    assert relative_difference(found, expected) < 1e-5
+
+
+def test_a_batch_that_does_not_fit_is_trained_in_parts(loaded, builder, tmp_path, monkeypatch):
+    whole = train(loaded, builder, tmp_path, "whole").result
+    holds(monkeypatch, 1)
+    parts = train(loaded, builder, tmp_path, "parts").result
+    assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    assert (whole["at_once"], parts["at_once"]) == (None, 1)
+    assert parts["tokens"]["computed"] == parts["tokens"]["read"]
+
+
+def test_parts_are_the_same_after_a_kill(loaded, builder, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        holds(patch, 2, after=3)
+        whole = train(loaded, builder, tmp_path, "whole").result
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        holds(patch, 2, after=3)
+        killed_at(patch, 6)
+        train(loaded, builder, tmp_path, "killed")
+    resumed = train(loaded, builder, tmp_path, "killed")
+    assert resumed.timing["resumed_from"] == [4]
+    assert adapter_bytes(tmp_path, "killed") == adapter_bytes(tmp_path, "whole")
+    assert resumed.result == whole
+
+
+def test_an_example_that_does_not_fit_alone_is_one_line(loaded, builder, tmp_path, monkeypatch):
+    holds(monkeypatch, 0)
+    with pytest.raises(CheckFailed, match=r"does not fit into memory with one .* \d+ tokens"):
+        train(loaded, builder, tmp_path)
+
+
 # -- checkpoints ------------------------------------------------------------------------------
 
 
@@ -602,15 +670,15 @@ def killed_at(monkeypatch, step):
     """Make the training die before it computes the loss of ``step`` (from 0)."""
     from pharos.finetune import train as module
 
-    real, calls = module.batch_loss, []
+    real, calls = module.add_gradients, []
 
-    def dying(model, batch):
+    def dying(*given):
         if len(calls) == step:
             raise Killed
         calls.append(None)
-        return real(model, batch)
+        return real(*given)
 
-    monkeypatch.setattr(module, "batch_loss", dying)
+    monkeypatch.setattr(module, "add_gradients", dying)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -647,17 +715,17 @@ def test_a_stopping_signal_saves_the_step_and_says_how_to_go_on(
     from pharos.finetune import train as module
 
     train(loaded, builder, tmp_path, "whole")
-    real, calls = module.batch_loss, []
+    real, calls = module.add_gradients, []
 
-    def signalled(model, batch):
+    def signalled(*given):
         calls.append(None)
         if len(calls) == 3:
             os.kill(os.getpid(), getattr(signal, name))
-        return real(model, batch)
+        return real(*given)
 
     handler = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "batch_loss", signalled)
+        patch.setattr(module, "add_gradients", signalled)
         with pytest.raises(CheckFailed, match=f"stopped by {name} after step 3 of 6"):
             train(loaded, builder, tmp_path, "stopped")
     assert signal.getsignal(signal.SIGTERM) == handler
@@ -671,12 +739,12 @@ def test_a_process_killed_while_it_trains_is_taken_up_again(tiny_folder, loaded,
         "import os, signal, pathlib, test_finetune as t\n"
         "from pharos.evaluate.prompts import PromptBuilder\n"
         "from pharos.finetune import train as module\n"
-        "real, calls = module.batch_loss, []\n"
-        "def dying(model, batch):\n"
+        "real, calls = module.add_gradients, []\n"
+        "def dying(*given):\n"
         "    calls.append(None)\n"
         "    if len(calls) == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return real(model, batch)\n"
-        "module.batch_loss = dying\n"
+        "    return real(*given)\n"
+        "module.add_gradients = dying\n"
         "loaded = t.load_tiny(sys.argv[3])\n"
         "builder = PromptBuilder(loaded.tokenizer, t.PROMPT)\n"
         "t.train(loaded, builder, pathlib.Path(sys.argv[4]), 'killed')\n"

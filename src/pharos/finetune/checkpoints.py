@@ -30,13 +30,17 @@ KEPT = 2
 class State:
     """Where a run stands after ``step`` steps.
 
-    ``losses`` has one entry a step. ``seconds`` is the time spent on these steps, and
-    ``resumed_from`` the steps at which the run was taken up again: facts about the run, not
-    about its result. ``platforms`` has the fingerprint of every platform that it ran on, in order.
+    ``losses`` has one entry a step. ``at_once`` is how many examples are run at a time, ``None``
+    as long as whole batches fit, and ``passes`` how often some were run. ``seconds`` is the time
+    spent on these steps, and ``resumed_from`` the steps at which the run was taken up again:
+    facts about the run, not about its result. ``platforms`` has the fingerprint of every platform
+    that it ran on, in order.
     """
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
+    at_once: int | None = None
+    passes: int = 0
     seconds: float = 0.0
     resumed_from: list[int] = field(default_factory=list)
     platforms: list[str] = field(default_factory=list)
@@ -76,6 +80,8 @@ def save_checkpoint(
             "sha256": sha256_file(weights),
             "step": state.step,
             "losses": state.losses,
+            "at_once": state.at_once,
+            "passes": state.passes,
             "seconds": round(state.seconds, 3),
             "resumed_from": state.resumed_from,
             "platforms": state.platforms,
@@ -120,8 +126,8 @@ def load_checkpoint(
             warn(f"{record}: damaged ({error}); going back to the checkpoint before it")
             _remove(folder, step)
             continue
-        told = (content[key] for key in ("losses", "seconds", "resumed_from", "platforms"))
-        return State(step, *told), tensors
+        keys = ("losses", "at_once", "passes", "seconds", "resumed_from", "platforms")
+        return State(step, *(content[key] for key in keys)), tensors
     return None
 
 

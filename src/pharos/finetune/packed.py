@@ -89,6 +89,25 @@ def batch_loss(model: Any, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets)
 
 
+def add_gradients(
+    model: Any, examples: Sequence[Example], shared: int, device: str, at_once: int
+) -> float:
+    """Add the gradients of the batch's loss to the parameters; returns the loss.
+
+    At most ``at_once`` examples are run at a time. Every part counts by the tokens that it
+    learns, so that the sum is the mean over the tokens of the whole batch, however it is cut.
+    """
+    learned = sum(example.answer_length for example in examples)
+    loss = 0.0
+    for start in range(0, len(examples), at_once):
+        part = examples[start : start + at_once]
+        share = sum(example.answer_length for example in part) / learned
+        part_loss = batch_loss(model, pack(part, shared, device)) * share
+        part_loss.backward()  # type: ignore[no-untyped-call]
+        loss += part_loss.item()
+    return loss
+
+
 @contextlib.contextmanager
 def packed_model(model: Any) -> Iterator[None]:
     """Let a peft model with LoRA layers compute rows of :func:`pack`, for the duration."""

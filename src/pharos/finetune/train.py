@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from pharos.config import did_you_mean
 from pharos.corpus.items import Item
 from pharos.corpus.stream import Stream
 from pharos.errors import CheckFailed, InputError
-from pharos.evaluate.prompts import PromptBuilder, shared_prefix_length
+from pharos.evaluate.prompts import PromptBuilder, cut_record, shared_prefix_length
 from pharos.finetune.card import loss_figure, model_card
 from pharos.finetune.checkpoints import State, load_checkpoint, save_checkpoint
 from pharos.finetune.data import Example, batches_of_epoch, data_digest, encode_examples
-from pharos.finetune.packed import batch_loss, check_packing, pack, packed_model
+from pharos.finetune.packed import add_gradients, check_packing, packed_model
+from pharos.models.fitting import attempt
 from pharos.models.load import LoadedModel
 from pharos.runtime.artifacts import digest_of, sha256_file, write_bytes_atomic
 from pharos.runtime.job import collect_stopping_signals
@@ -57,10 +59,11 @@ def train_adapter(
     """Train one LoRA adapter and write it as a peft folder.
 
     The loss of a step is the mean cross-entropy over all learned tokens of its batch: those of
-    the answers, each with its end token. Every token counts the same, and there is no
-    accumulation over batches. The optimiser is AdamW under a one-cycle schedule
-    (:func:`learning_rate`), with the gradient clipped to ``max_grad_norm``. Weights of the
-    adapter are float32; where the base is bfloat16, products are bfloat16 too.
+    the answers, each with its end token. Every token counts the same. A batch that does not fit
+    into memory is run in parts whose gradients add up to the same step. The optimiser is AdamW
+    under a one-cycle schedule (:func:`learning_rate`), with the gradient clipped to
+    ``max_grad_norm``. Weights of the adapter are float32; where the base is bfloat16, products
+    are bfloat16 too.
 
     Parameters
     ----------
@@ -184,23 +187,22 @@ def _train(
             started = time.monotonic()
             epoch, place = divmod(step, steps_an_epoch)
             batches = batches_of_epoch(len(examples), config["batch_size"], config["seed"], epoch)
-            batch = pack([examples[k] for k in batches[place]], shared, loaded.device)
-            torch.manual_seed(_seed(config["seed"], "dropout", step))
+            batch = [examples[k] for k in batches[place]]
+            seed = _seed(config["seed"], "dropout", step)
 
-            loss = batch_loss(model.get_base_model(), batch)
+            loss = _gradients(model, batch, shared, loaded.device, state, seed)
             _check_finite(loss, "loss", step, steps)
-            loss.backward()  # type: ignore[no-untyped-call]
             if step == first:
                 check_gradients(model)
             norm = nn.utils.clip_grad_norm_(parameters.values(), config["max_grad_norm"])
-            _check_finite(norm, "norm of the gradient", step, steps)
+            _check_finite(norm.item(), "norm of the gradient", step, steps)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps, config)
             optimizer.step()
             optimizer.zero_grad()
 
             state.step = step + 1
-            state.losses.append(loss.item())
+            state.losses.append(loss)
             state.seconds += time.monotonic() - started
             progress.advance(loss=round(state.losses[-1], 4))
             last = state.step == steps
@@ -307,10 +309,36 @@ def _seed(seed: int, purpose: str, step: int) -> int:
     return Stream("finetune", seed, purpose, step).below(2**63)
 
 
-def _check_finite(value: Tensor, what: str, step: int, steps: int) -> None:
-    if not math.isfinite(value.item()):
+def _gradients(
+    model: Any, batch: Sequence[Example], shared: int, device: str, state: State, seed: int
+) -> float:
+    """The loss of a batch, whose gradients are in the parameters then.
+
+    While memory runs out, the examples that are run at a time are halved. Their number stays, and
+    is in the checkpoints, so that a resumed run adds up the same parts.
+    """
+    while True:
+        at_once = min(state.at_once or len(batch), len(batch))
+        torch.manual_seed(seed)
+        base = model.get_base_model()
+        loss = attempt(partial(add_gradients, base, batch, shared, device, at_once))
+        if loss is not None:
+            state.passes += math.ceil(len(batch) / at_once)
+            return loss
+        model.zero_grad()
+        if at_once == 1:
+            raise CheckFailed(
+                "a step does not fit into memory with one example at a time; the longest of its "
+                f"batch has {max(len(example.ids) for example in batch)} tokens"
+            )
+        state.at_once = at_once // 2
+        warn(f"{at_once} examples do not fit: going on with {state.at_once} at a time")
+
+
+def _check_finite(value: float, what: str, step: int, steps: int) -> None:
+    if not math.isfinite(value):
         raise CheckFailed(
-            f"the {what} is {value.item()} in step {step + 1} of {steps}: training has diverged; "
+            f"the {what} is {value} in step {step + 1} of {steps}: training has diverged; "
             "a smaller learning_rate or a longer warm-up may help"
         )
 
@@ -382,10 +410,12 @@ def _facts(
         "final_loss": sum(state.losses[-final:]) / final,
         "tokens": {
             "read": read,
-            "computed": read - shared * (len(examples) * epochs - steps),
+            "computed": read - shared * (len(examples) * epochs - state.passes),
             "learned": sum(example.answer_length for example in examples) * epochs,
             "shared_opening": shared,
         },
+        "cut": cut_record({example.id: example.cut for example in examples}),
+        "at_once": state.at_once,
     }
 
 
