@@ -6,14 +6,22 @@ import pytest
 import torch
 
 import tiny_models
-from pharos.errors import InputError
+from pharos.errors import CheckFailed, InputError
 from pharos.evaluate.generation import generate, parse_answer, stop_tokens
 from pharos.evaluate.prompts import PromptBuilder
 from pharos.evaluate.run import evaluate_items
+from pharos.models.fitting import Room, resident_bytes
 from pharos.models.load import LoadedModel
+from pharos.models.precision import narrow
 
 ANSWERS = tiny_models.PROMPT["answers"]
-SETTINGS = {"mode": "likelihood", "batch_tokens": 200, "max_new_tokens": 6, "noise_sample": 4}
+SETTINGS = {
+    "mode": "likelihood",
+    "batch_tokens": 200,
+    "max_new_tokens": 6,
+    "noise_sample": 4,
+    "settle": True,
+}
 FIELDS = [
     "id",
     "cluster",
@@ -22,6 +30,8 @@ FIELDS = [
     "answer",
     "parsed",
     "margin",
+    "first_margin",
+    "settled",
     "p_positive",
     "logprobs",
     "fragile",
@@ -105,6 +115,78 @@ def test_without_a_noise_sample_nothing_is_called_fragile():
     assert facts["result"]["fragile"] == {"count": 0, "ids": [], "noise": None}
 
 
+def coarse():
+    """A model in bfloat16, stored in float32."""
+    net = tiny_models.model()
+    originals = narrow(net, torch.bfloat16)
+    return LoadedModel(
+        net, tiny_models.tokenizer(), "cpu", "bfloat16", "full", "sdpa", 512, originals
+    )
+
+
+def test_fragile_items_of_a_bfloat16_run_are_settled_and_both_margins_kept():
+    predictions, facts = evaluate(coarse(), tiny_models.items(24))
+    exact, _ = evaluate(items=tiny_models.items(24))
+    settled = [p["settled"] for p in predictions]
+    assert 0 < sum(settled) < 24
+    for p, other in zip(predictions, exact, strict=True):
+        bound = facts["result"]["fragile"]["noise"]["bound"]
+        assert p["settled"] == (abs(p["first_margin"]) <= bound)
+        assert p["margin"] == p["logprobs"]["positive"] - p["logprobs"]["negative"]
+        if p["settled"]:
+            assert p["margin"] == pytest.approx(other["margin"], abs=1e-4) != p["first_margin"]
+        else:
+            assert p["margin"] == p["first_margin"]
+        assert p["answer"] == other["answer"] or p["fragile"]
+    assert facts["result"]["settled"]["count"] == sum(settled)
+    assert facts["timing"]["settle_s"] > 0
+
+
+def test_settling_can_be_left_out():
+    predictions, facts = evaluate(coarse(), tiny_models.items(24), settle=False)
+    assert facts["result"]["settled"] is None
+    assert not any(p["settled"] for p in predictions)
+    assert facts["result"]["fragile"]["count"] > 0
+
+
+def test_a_float32_run_has_nothing_to_settle():
+    predictions, facts = evaluate()
+    assert facts["result"]["settled"] is None
+    assert all(p["margin"] == p["first_margin"] and not p["settled"] for p in predictions)
+
+
+def test_results_do_not_depend_on_the_memory_of_the_job():
+    wide, facts = evaluate(items=tiny_models.items(20), batch_tokens=2000)
+    held = resident_bytes() / 2**20
+    model, items = loaded(), tiny_models.items(20)
+    builder = PromptBuilder(model.tokenizer, tiny_models.PROMPT)
+    tight, cut = evaluate_items(
+        model, builder, items, {**SETTINGS, "batch_tokens": 2000}, memory_mb=held + 1
+    )
+    assert cut["timing"]["batch_tokens"] < facts["timing"]["batch_tokens"] == 2000
+    for one, other in zip(wide, tight, strict=True):
+        assert one["margin"] == pytest.approx(other["margin"], abs=1e-4)
+    assert facts["result"]["prompts"] == cut["result"]["prompts"]
+
+
+@pytest.mark.parametrize("mode", ["likelihood", "generate"])
+def test_a_prompt_that_does_not_fit_is_named_by_its_id(mode):
+    model, items = loaded(), tiny_models.items(4)
+    builder = PromptBuilder(model.tokenizer, tiny_models.PROMPT)
+    with pytest.raises(CheckFailed, match=r"item 'event\d': its \d+ tokens .*mem_mb"):
+        evaluate_items(model, builder, items, {**SETTINGS, "mode": mode}, memory_mb=1)
+
+
+def test_texts_that_were_cut_are_counted_and_listed():
+    items = tiny_models.items(5)
+    items[3].text = "fog " * 300
+    builder = PromptBuilder(tiny_models.tokenizer(), {**tiny_models.PROMPT, "too_long": "cut_end"})
+    predictions, facts = evaluate_items(loaded(), builder, items, SETTINGS)
+    assert facts["result"]["prompts"]["cut"] == {"count": 1, "ids": ["event3"]}
+    assert facts["result"]["prompts"]["longest"] < 512
+    assert len(predictions) == 5
+
+
 def test_no_items_are_refused():
     with pytest.raises(InputError, match="no items"):
         evaluate(items=[])
@@ -142,7 +224,7 @@ def test_generation_in_batches_equals_generation_alone(kind, batch_tokens):
     net, words = tiny_models.model(kind), tiny_models.tokenizer()
     prompts = [p.ids for p in PromptBuilder(words, tiny_models.PROMPT).encode(tiny_models.items(9))]
     stop = stop_tokens(net, 2)
-    outputs = generate(net, words, prompts, ANSWERS, stop, 6, batch_tokens)
+    outputs = generate(net, words, prompts, ANSWERS, stop, 6, Room(batch_tokens))
     assert outputs == [greedy_alone(net, words, prompt, stop, 6) for prompt in prompts]
     assert len(set(outputs)) > 1
 

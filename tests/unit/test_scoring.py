@@ -6,9 +6,9 @@ import torch
 import tiny_models
 from pharos.errors import CheckFailed, InputError
 from pharos.evaluate import scoring
-from pharos.evaluate.noise import estimate_noise, in_float32, noise_sample
 from pharos.evaluate.prompts import Prompt, PromptBuilder
 from pharos.evaluate.scoring import score, scored_answers, trie_row
+from pharos.models.fitting import DoesNotFit, Room
 
 
 def encoded(words, count=9):
@@ -41,7 +41,7 @@ def test_scores_equal_a_plain_reference(kind, words, share_prefix, batch_tokens,
     prompts = encoded(words)
     ids, answers = [p.ids for p in prompts], [p.answers for p in prompts]
     assert all(len(answer) > 1 for p in prompts for answer in p.answers.values())
-    scores = score(net, ids, answers, batch_tokens, share_prefix)
+    scores = score(net, ids, answers, Room(batch_tokens), share_prefix)
     assert largest_difference(net, ids, answers, scores) < 1e-4
 
 
@@ -58,7 +58,7 @@ def test_models_without_a_plain_cache_are_scored_right_too(overrides):
     assert not scoring.has_plain_cache(net)
     prompts = encoded(tiny_models.tokenizer())
     ids, answers = [p.ids for p in prompts], [p.answers for p in prompts]
-    scores = score(net, ids, answers, 300)
+    scores = score(net, ids, answers, Room(300))
     assert largest_difference(net, ids, answers, scores) < 1e-4
 
 
@@ -113,16 +113,40 @@ def test_answers_that_cannot_be_told_apart_are_refused():
         scored_answers([prompt_with([5], [5, 6])], None)
 
 
-def test_batches_hold_at_most_the_token_budget_and_every_row_once():
-    rows = [trie_row(i, [1] * (3 + i % 7), {"a": [5], "b": [6]}) for i in range(40)]
-    cut = list(scoring.batches(rows, 30))
-    assert sorted(row.item for batch in cut for row in batch) == list(range(40))
-    assert all(len(batch) * max(len(row.tokens) for row in batch) <= 30 for batch in cut)
+class Small(torch.nn.Module):
+    """A model on a device that holds so many tokens, padding counted."""
+
+    def __init__(self, net, tokens):
+        super().__init__()
+        self.net, self.tokens = net, tokens
+        self.config, self.generation_config = net.config, net.generation_config
+        self.device, self.dtype, self.largest = net.device, net.dtype, 0
+
+    def forward(self, **inputs):
+        size = inputs["input_ids"].numel()
+        if size > self.tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        self.largest = max(self.largest, size)
+        return self.net(**inputs)
 
 
-def test_a_row_longer_than_the_budget_is_a_batch_of_its_own():
-    rows = [trie_row(0, [1] * 50, {"a": [5]}), trie_row(1, [1], {"a": [5]})]
-    assert [len(batch) for batch in scoring.batches(rows, 16)] == [1, 1]
+@pytest.mark.parametrize("tokens", [150, 400])
+def test_scores_are_the_same_where_memory_runs_out(tokens):
+    net, prompts = tiny_models.model(), encoded(tiny_models.tokenizer(), 12)
+    ids, answers = [p.ids for p in prompts], [p.answers for p in prompts]
+    small, room = Small(net, tokens), Room(4000)
+    scores = score(small, ids, answers, room)
+    assert largest_difference(net, ids, answers, scores) < 1e-4
+    assert room.tokens <= small.largest <= tokens
+    assert room.tokens > 0
+
+
+def test_a_prompt_that_does_not_fit_is_named_by_its_place():
+    prompts = encoded(tiny_models.tokenizer(), 3)
+    ids, answers = [p.ids for p in prompts], [p.answers for p in prompts]
+    with pytest.raises(DoesNotFit, match="do not fit") as refused:
+        score(Small(tiny_models.model(), 20), ids, answers, Room(4000), share_prefix=False)
+    assert refused.value.item == max(range(3), key=lambda item: len(ids[item]))
 
 
 def test_progress_counts_every_prompt_once():
@@ -133,7 +157,13 @@ def test_progress_counts_every_prompt_once():
     ):
         prompts = encoded(tiny_models.tokenizer(), 7)
         counted.clear()
-        score(net, [p.ids for p in prompts], [p.answers for p in prompts], 100, done=counted.append)
+        score(
+            net,
+            [p.ids for p in prompts],
+            [p.answers for p in prompts],
+            Room(100),
+            done=counted.append,
+        )
         assert sum(counted) == 7
 
 
@@ -143,65 +173,3 @@ def test_numbers_that_are_not_finite_are_refused():
         net.model.norm.weight.fill_(float("nan"))
     with pytest.raises(CheckFailed, match="not finite"):
         score(net, [[1, 2]], [{"positive": [5], "negative": [6]}])
-
-
-def margins_of(scores):
-    return [s["positive"] - s["negative"] for s in scores]
-
-
-def noise_of(net, prompts, dtype, size=6):
-    ids, answers = [p.ids for p in prompts], [p.answers for p in prompts]
-    margins = margins_of(score(net, ids, answers, 200))
-    return margins, estimate_noise(net, prompts, answers, margins, size, dtype)
-
-
-def test_noise_in_float32_is_tiny_and_has_a_floor():
-    _, noise = noise_of(tiny_models.model(), encoded(tiny_models.tokenizer()), "float32")
-    assert noise["sample"] == 6
-    assert noise["largest"]["float32"] is None
-    assert noise["largest"]["batch"] < 1e-4
-    assert noise["bound"] >= 1e-4
-
-
-def test_noise_in_bfloat16_is_measured_against_float32():
-    prompts = encoded(tiny_models.tokenizer(), 12)
-    net = tiny_models.model().bfloat16()
-    margins, noise = noise_of(net, prompts, "bfloat16")
-    assert noise["bound"] == pytest.approx(noise["multiple"] * max(noise["largest"].values()))
-    with in_float32(net):
-        exact = margins_of(score(net, [p.ids for p in prompts], [p.answers for p in prompts]))
-    flipped = [i for i in range(12) if (margins[i] > 0) != (exact[i] > 0)]
-    assert all(abs(margins[i]) <= noise["bound"] for i in flipped)
-    assert noise["largest"]["float32"] > 0
-
-
-def test_float32_for_a_while_leaves_the_weights_as_they_were():
-    net = tiny_models.model().bfloat16()
-    before = {name: weight.clone() for name, weight in net.named_parameters()}
-    with in_float32(net):
-        assert net.dtype == torch.float32
-    assert all(
-        torch.equal(before[name], w) and w.dtype == torch.bfloat16
-        for name, w in net.named_parameters()
-    )
-
-
-def test_the_noise_sample_holds_the_smallest_margins_and_spreads_over_the_rest():
-    margins = [float(i) for i in range(100)]
-    chosen = noise_sample(margins, 10)
-    assert chosen[:5] == [0, 1, 2, 3, 4]
-    assert len(set(chosen)) == 10
-    assert max(chosen) > 80
-    assert noise_sample(margins[:4], 10) == [0, 1, 2, 3]
-    assert noise_sample(margins, 1) == [0]
-
-
-def test_no_sample_no_estimate():
-    assert noise_of(tiny_models.model(), encoded(tiny_models.tokenizer()), "float32", 0)[1] is None
-
-
-def test_a_float32_run_that_differs_from_a_plain_one_is_a_fault():
-    prompts = encoded(tiny_models.tokenizer(), 3)
-    answers = [p.answers for p in prompts]
-    with pytest.raises(CheckFailed, match="batched and plain"):
-        estimate_noise(tiny_models.model(), prompts, answers, [5.0, -5.0, 5.0], 3, "float32")

@@ -29,10 +29,14 @@ def main(snakemake):
             same_corpus = files.trained_on == files.corpus
             _, contamination = check_contamination(trained, items, same_corpus)
         fetched = read_artifact(files.model, "model")["result"]
-        loaded = load_model(fetched, settings["model"], settings["device"], adapter_folder)
+        asked = settings["evaluation"]
+        loaded = load_model(
+            fetched, settings["model"], settings["device"], adapter_folder, exact=asked["settle"]
+        )
         builder = PromptBuilder(loaded.tokenizer, settings["prompt"])
-        predictions, facts = evaluate_items(loaded, builder, items, settings["evaluation"])
-        measured = measure(predictions, settings["evaluation"])
+        memory = snakemake.resources.get("mem_mb")
+        predictions, facts = evaluate_items(loaded, builder, items, asked, memory)
+        measured = measure(predictions, asked)
         if adapter_folder is not None and contamination is None:
             concern = "the adapter was trained elsewhere; whether it saw these texts is not known"
             measured["concerns"] = [*measured["concerns"], concern]

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from pharos.evaluate.prompts import shared_prefix_length
-from pharos.evaluate.scoring import cache_for, has_plain_cache, prefill
+from pharos.evaluate.scoring import BATCH_TOKENS, cache_for, has_plain_cache, prefill
+from pharos.models.fitting import Room, batch_bytes
 
 
 def parse_answer(text: str, answers: Mapping[str, str]) -> str | None:
@@ -38,7 +39,7 @@ def generate(
     answers: Mapping[str, str],
     stop: Collection[int],
     max_new_tokens: int,
-    batch_tokens: int = 2048,
+    room: Room | None = None,
     done: Callable[[int], None] | None = None,
 ) -> list[str]:
     """The greedy continuation of every prompt, as text without its end token.
@@ -58,27 +59,37 @@ def generate(
         Tokens that end an answer.
     max_new_tokens
         Longest answer, the end token counted.
-    batch_tokens
-        Most tokens in a batch, padding counted.
+    room
+        How much a batch may hold, as in :func:`pharos.evaluate.scoring.score`.
     done
         Called with the number of prompts finished after each batch.
+
+    Raises
+    ------
+    DoesNotFit
+        If one prompt alone is too much for the memory.
     """
+    room = room or Room(BATCH_TOKENS)
     prefix = 0
     if has_plain_cache(model) and len(prompts) > 1:
         prefix = shared_prefix_length(prompts)
     shared = prefill(model, prompts[0][:prefix]) if prefix else []
     order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
+    rows = [list(prompts[index][prefix:]) for index in order]
     outputs = [""] * len(prompts)
-    while order:
-        width = len(prompts[order[0]]) - prefix + max_new_tokens
-        batch = order[: max(1, batch_tokens // width)]
-        order = order[len(batch) :]
-        rows = [list(prompts[index][prefix:]) for index in batch]
-        written = _continue(model, tokenizer, rows, shared, prefix, answers, stop, max_new_tokens)
-        for index, text in zip(batch, written, strict=True):
+    finished = room.batches(
+        widths=[len(row) + max_new_tokens for row in rows],
+        items=order,
+        run=lambda start, end: _continue(
+            model, tokenizer, rows[start:end], shared, prefix, answers, stop, max_new_tokens
+        ),
+        cost=lambda count, width: batch_bytes(model, model.dtype, count, width, prefix, count),
+    )
+    for start, end, written in finished:
+        for index, text in zip(order[start:end], written, strict=True):
             outputs[index] = text
         if done is not None:
-            done(len(batch))
+            done(end - start)
     return outputs
 
 

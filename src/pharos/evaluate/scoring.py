@@ -13,7 +13,7 @@ behind a whole prompt.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,12 @@ import torch
 
 from pharos.errors import CheckFailed, InputError
 from pharos.evaluate.prompts import ANSWERS, Prompt, shared_prefix_length
+from pharos.models.fitting import DoesNotFit, Room, attempt, batch_bytes
 
 RESCALED_POSITIONS = ("dynamic", "longrope")
 # Each read is a row of the vocabulary's width in float32: 0.3 GB at 150,000 words.
 READS_IN_A_BATCH = 512
+BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,10 @@ def score(
     model: Any,
     prompts: Sequence[list[int]],
     answers: Sequence[Mapping[str, Sequence[int]]],
-    batch_tokens: int = 2048,
+    room: Room | None = None,
     share_prefix: bool = True,
     done: Callable[[int], None] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[dict[str, float]]:
     """Log-probability of each answer after each prompt, in natural logarithms.
 
@@ -88,12 +91,15 @@ def score(
         Tokens of the prompts.
     answers
         For each prompt, the tokens of its answers by name.
-    batch_tokens
-        Most tokens in a batch, padding counted; a longer row is a batch of its own.
+    room
+        How much a batch may hold, by default 2,048 tokens, padding counted. A batch that does
+        not fit is halved, and those after it too; a longer row is a batch of its own.
     share_prefix
         Run the tokens that all prompts begin with once (where that is exact).
     done
         Called with the number of prompts finished after each batch.
+    dtype
+        What the model computes in; by default the type of its weights.
 
     Returns
     -------
@@ -103,7 +109,11 @@ def score(
     ------
     CheckFailed
         If a log-probability is not a finite number.
+    DoesNotFit
+        If one prompt alone is too much for the memory.
     """
+    room = room or Room(BATCH_TOKENS)
+    dtype = dtype or model.dtype
     plain = has_plain_cache(model)
     prefix = shared_prefix_length(prompts) if plain and share_prefix and len(prompts) > 1 else 0
     rows = [
@@ -113,12 +123,22 @@ def score(
             [trie_row(item, prompt, ends, prefix)] if plain else chain_rows(item, prompt, ends)
         )
     ]
+    rows.sort(key=lambda row: (-len(row.tokens), row.item))
     shared = prefill(model, prompts[0][:prefix]) if prefix else []
     scores = [dict.fromkeys(ends, 0.0) for ends in answers]
     left = Counter(row.item for row in rows)
-    for batch in batches(rows, batch_tokens):
-        for row, values in zip(batch, _read(model, batch, shared, plain), strict=True):
-            for (name, _, _), value in zip(row.reads, values, strict=True):
+    reads = max((len(row.reads) for row in rows), default=1)
+    finished = room.batches(
+        widths=[len(row.tokens) for row in rows],
+        items=[row.item for row in rows],
+        run=lambda start, stop: _read(model, rows[start:stop], shared, plain, dtype),
+        cost=lambda count, width: batch_bytes(model, dtype, count, width, prefix, count * reads),
+        most_rows=max(1, READS_IN_A_BATCH // reads),
+    )
+    for start, stop, values in finished:
+        batch = rows[start:stop]
+        for row, own in zip(batch, values, strict=True):
+            for (name, _, _), value in zip(row.reads, own, strict=True):
                 if not math.isfinite(value):
                     raise CheckFailed(f"the model's log-probabilities are not finite ({value})")
                 scores[row.item][name] += value
@@ -175,28 +195,25 @@ def chain_rows(item: int, prompt: Sequence[int], answers: Mapping[str, Sequence[
     return [trie_row(item, prompt, {name: answer}) for name, answer in answers.items()]
 
 
-def batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
-    """Rows from long to short, cut where the padded batch would exceed ``batch_tokens``."""
-    batch: list[Row] = []
-    reads = 0
-    for row in sorted(rows, key=lambda row: (-len(row.tokens), row.item)):
-        reads += len(row.reads)
-        full = bool(batch) and len(batch[0].tokens) * (len(batch) + 1) > batch_tokens
-        if full or (batch and reads > READS_IN_A_BATCH):
-            yield batch
-            batch, reads = [], len(row.reads)
-        batch.append(row)
-    if batch:
-        yield batch
-
-
 def prefill(model: Any, tokens: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of ``tokens``, for each layer of shape [1, heads, tokens, width]."""
+    """Keys and values of ``tokens``, for each layer of shape [1, heads, tokens, width].
+
+    Raises
+    ------
+    DoesNotFit
+        If they are too much for the memory.
+    """
     from transformers.cache_utils import DynamicCache
 
-    cache = DynamicCache(config=model.config)
-    ids = torch.tensor([list(tokens)], device=model.device)
-    model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+    def run() -> Any:
+        cache = DynamicCache(config=model.config)
+        ids = torch.tensor([list(tokens)], device=model.device)
+        model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+        return cache
+
+    cache = attempt(run)
+    if cache is None:
+        raise DoesNotFit(0, f"its first {len(tokens)} tokens alone do not fit into memory")
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -218,6 +235,7 @@ def _read(
     batch: Sequence[Row],
     shared: Sequence[tuple[torch.Tensor, torch.Tensor]],
     plain: bool,
+    dtype: torch.dtype,
 ) -> list[list[float]]:
     """Log-probabilities of every row's reads, in the order of the reads."""
     prefix = shared[0][0].shape[-2] if shared else 0
@@ -240,8 +258,8 @@ def _read(
     device = model.device
     inputs: dict[str, Any] = {"input_ids": torch.from_numpy(ids).to(device), "use_cache": False}
     if plain:
-        mask = torch.zeros(allowed.shape, dtype=model.dtype)
-        mask.masked_fill_(torch.from_numpy(~allowed), torch.finfo(model.dtype).min)
+        mask = torch.zeros(allowed.shape, dtype=dtype)
+        mask.masked_fill_(torch.from_numpy(~allowed), torch.finfo(dtype).min)
         inputs["attention_mask"] = mask[:, None].to(device)
         inputs["position_ids"] = torch.from_numpy(positions).to(device)
     else:

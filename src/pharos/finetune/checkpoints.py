@@ -22,7 +22,7 @@ from pharos.errors import CheckFailed
 from pharos.runtime.artifacts import sha256_file, write_bytes_atomic, write_text_atomic
 from pharos.runtime.log import log_event, warn
 
-FORMAT = 2
+FORMAT = 3
 KEPT = 2
 
 
