@@ -535,6 +535,42 @@ def test_a_bfloat16_base_trains_a_float32_adapter(tiny_folder, builder, tmp_path
 # -- the folder -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_trained_on_four_bits_and_leaves_them_alone(tmp_path, dtype):
+    pytest.importorskip("bitsandbytes")
+    from pharos.evaluate.prompts import PromptBuilder
+    from pharos.models.load import load_model
+    from pharos.models.prefetch import prefetch
+
+    wide = tiny_models.model(
+        vocab=400, hidden_size=64, intermediate_size=128, max_position_embeddings=2048
+    )
+    folder = tiny_models.write_folder(tmp_path / "model", wide)
+    config = {"dir": str(folder), "dtype": dtype, "precision": "nf4", "attention": "sdpa"}
+    loaded = load_model(prefetch("tiny", config), config)
+    builder = PromptBuilder(loaded.tokenizer, PROMPT)
+    before = {name: weight.clone() for name, weight in loaded.model.named_parameters()}
+    assert sum(weight.dtype == torch.uint8 for weight in before.values()) == 14
+    settings = {"epochs": 6, "learning_rate": 5e-3}
+    losses = train(loaded, builder, tmp_path, **settings).result["losses"]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    for name, weight in loaded.model.named_parameters():
+        assert torch.equal(weight, before[name])
+    train(loaded, builder, tmp_path, "again", **settings)
+    assert adapter_bytes(tmp_path, "again") == adapter_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.01])
+def test_a_bfloat16_base_learns_as_a_float32_one(tiny_folder, builder, tmp_path, dropout):
+    settings = {"dropout": dropout, "epochs": 6, "learning_rate": 5e-3}
+    coarse, fine = (
+        train(load_tiny(tiny_folder, dtype), builder, tmp_path, dtype, **settings).result["losses"]
+        for dtype in ("bfloat16", "float32")
+    )
+    assert coarse == pytest.approx(fine, rel=0.05)
+    assert sum(coarse[-3:]) < 0.9 * sum(coarse[:3])
+
+
 def test_peft_loads_the_folder_and_computes_what_was_trained(loaded, builder, tmp_path):
     import peft
 

@@ -177,7 +177,13 @@ def _train(
         Progress("finetune", steps, "step") as progress,
         collect_stopping_signals() as stopped_by,
         packed_model(model),
-        torch.autocast(loaded.device, torch.bfloat16, enabled=loaded.dtype == "bfloat16"),
+        # Without its cache: that would keep the adapter's first values for all steps.
+        torch.autocast(
+            loaded.device,
+            torch.bfloat16,
+            enabled=loaded.dtype == "bfloat16",
+            cache_enabled=False,
+        ),
     ):
         if state.step:
             progress.advance(state.step)
