@@ -157,7 +157,7 @@ def test_a_float32_run_has_nothing_to_settle():
 
 def test_results_do_not_depend_on_the_memory_of_the_job():
     wide, facts = evaluate(items=tiny_models.items(20), batch_tokens=2000)
-    held = resident_bytes() / 2**20
+    held = resident_bytes() / 1e6
     model, items = loaded(), tiny_models.items(20)
     builder = PromptBuilder(model.tokenizer, tiny_models.PROMPT)
     tight, cut = evaluate_items(

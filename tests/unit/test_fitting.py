@@ -66,7 +66,7 @@ def test_batches_are_cut_to_a_budget_of_memory_before_they_run():
 
 def test_a_row_beyond_the_budget_of_memory_is_refused_with_figures():
     with pytest.raises(DoesNotFit, match=r"need about 2.0 MB .* and 1.0 MB .*mem_mb"):
-        cut([10], Room(1000, memory=2**20), cost=lambda count, width: 2**21)
+        cut([10], Room(1000, memory=10**6), cost=lambda count, width: 2 * 10**6)
 
 
 def test_a_refusal_of_the_system_is_a_batch_that_does_not_fit():
@@ -82,7 +82,7 @@ def test_a_refusal_of_the_system_is_a_batch_that_does_not_fit():
 def test_the_room_is_what_the_model_leaves_of_the_jobs_memory():
     held = resident_bytes()
     room = room_on_cpu(100, 100_000)
-    assert room.memory == pytest.approx(100_000 * 2**20 - held, abs=2**26)
+    assert room.memory == pytest.approx(100_000 * 10**6 - held, abs=2**26)
     assert room_on_cpu(100, None).memory is None
 
 

@@ -87,8 +87,8 @@ class Room:
         if self.memory is None or needed <= self.memory:
             return f"its {width} tokens alone do not fit into memory beside the model"
         return (
-            f"its {width} tokens need about {needed / 2**20:.1f} MB beside the model, and "
-            f"{max(0, self.memory) / 2**20:.1f} MB of the job's memory are left; give the rule "
+            f"its {width} tokens need about {needed / 1e6:.1f} MB beside the model, and "
+            f"{max(0, self.memory) / 1e6:.1f} MB of the job's memory are left; give the rule "
             "more (mem_mb)"
         )
 
@@ -113,11 +113,11 @@ def attempt(run: Callable[[], T]) -> T | None:
 
 
 def room_on_cpu(tokens: int, memory_mb: int | None) -> Room:
-    """Room for batches in a job of ``memory_mb`` (MiB), beside what this process holds now."""
+    """Room for batches in a job of ``memory_mb`` (10^6 bytes), beside what this process holds now."""
     held = resident_bytes()
     if memory_mb is None or held is None:
         return Room(tokens)
-    return Room(tokens, memory_mb * 2**20 - held)
+    return Room(tokens, int(memory_mb * 1e6) - held)
 
 
 def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
