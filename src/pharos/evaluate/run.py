@@ -59,8 +59,8 @@ def evaluate_items(
         ``evaluation`` of the configuration: ``mode``, ``batch_tokens``, ``max_new_tokens``,
         ``noise_sample``, ``settle``.
     memory_mb
-        Memory of the job in 10^6 bytes, the model's included; batches on the CPU are cut to it. A GPU
-        says itself when it is full.
+        Memory of the job in 10^6 bytes, the model's included; batches on the CPU are cut to it.
+        A GPU says itself when it is full.
 
     Returns
     -------
