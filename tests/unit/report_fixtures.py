@@ -157,6 +157,14 @@ def training_result(adapter):
     }
 
 
+SETTLED = {
+    "count": 13,
+    "changed": ["e0007"],
+    "scored": {"items": 21, "tokens": 2500},
+    "noise": {"checked": 4, "largest": 2e-6, "bound": 1e-4},
+}
+
+
 def evaluation(root, seed, variant, records, *, model=MODEL, task=TASK, **fields):
     path = root / f"evaluate/{model}/{task}/seed{seed}/{variant}.json"
     write_jsonl_atomic(path.with_suffix(".predictions.jsonl"), records)
@@ -167,6 +175,7 @@ def evaluation(root, seed, variant, records, *, model=MODEL, task=TASK, **fields
         "mode": "likelihood",
         **measure(records, {"bootstrap": 500, "seed": 0}),
         "contamination": None,
+        "settled": SETTLED,
     }
     return write(path, "evaluation", result, wall_s=41.0, prompts_per_s=4.1, **fields)
 

@@ -113,7 +113,7 @@ def attempt(run: Callable[[], T]) -> T | None:
 
 
 def room_on_cpu(tokens: int, memory_mb: int | None) -> Room:
-    """Room for batches in a job of ``memory_mb`` (10^6 bytes), beside what this process holds now."""
+    """Room for batches in a job of ``memory_mb`` (10^6 bytes), beside what is held by now."""
     held = resident_bytes()
     if memory_mb is None or held is None:
         return Room(tokens)

@@ -334,6 +334,7 @@ def _row(source: Source, gates: Sequence[Source]) -> dict[str, Any]:
         "clusters": result["clusters"],
         "unparsed": result["unparsed"],
         "fragile": result["fragile"]["count"],
+        "settled": (result.get("settled") or {"count": 0})["count"],
         "confusion": result["confusion"],
         "concerns": len(result["concerns"]),
     }
