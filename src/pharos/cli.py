@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command line's parser."""
-    from pharos.cluster import doctor, rightsize, submit
+    from pharos.cluster import doctor, plan, rightsize, submit
     from pharos.gate import command as gate_command
     from pharos.gate import compare
     from pharos.models import command as models_command
@@ -47,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_parser(subparsers)
     models_command.add_parser(subparsers)
     doctor.add_parser(subparsers)
+    plan.add_parser(subparsers)
     rightsize.add_parser(subparsers)
     submit.add_parser(subparsers)
     context = subparsers.add_parser(

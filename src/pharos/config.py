@@ -338,3 +338,41 @@ def seed_pairs(task: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """``(train seed, test seed)`` for every test seed of a task."""
     train, test = task["seeds"]["train"], task["seeds"]["test"]
     return zip(train * len(test) if len(train) == 1 else train, test, strict=True)
+
+
+def evaluation_cells(config: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
+    """``(model, task, test seed, variant)`` of every evaluation."""
+    return [
+        (model, task, seed, variant)
+        for model in config["models"]
+        for task in config["tasks"]
+        for seed in config["tasks"][task]["seeds"]["test"]
+        for variant in [
+            "base",
+            *(name for name in config["adapters"] if _is_used(config, name, model, task)),
+        ]
+    ]
+
+
+def training_cells(config: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
+    """``(model, task, train seed, adapter)`` of every training, each once."""
+    cells = (
+        (model, task, train, name)
+        for name, adapter in config["adapters"].items()
+        if adapter_origin(adapter) is None
+        for model in adapter["models"]
+        for task in adapter["tasks"]
+        for train, _ in seed_pairs(config["tasks"][task])
+    )
+    return list(dict.fromkeys(cells))
+
+
+def adapter_origin(adapter: Mapping[str, Any]) -> str | None:
+    """``"hub"`` or ``"dir"`` for an adapter that exists already; ``None`` for one trained here."""
+    return next((key for key in ("hub", "dir") if key in adapter), None)
+
+
+def _is_used(config: Mapping[str, Any], name: str, model: str, task: str) -> bool:
+    """Whether the configuration puts an adapter onto this model for this task."""
+    adapter = config["adapters"][name]
+    return model in adapter["models"] and task in adapter["tasks"]

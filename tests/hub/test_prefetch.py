@@ -21,6 +21,7 @@ from pharos.models import cache, client, fetch, hub
 from pharos.models.fetch import snapshot_folder
 from pharos.models.load import load_model
 from pharos.models.prefetch import prefetch
+from pharos.models.shapes import find_shape, known_shape
 
 NAME = "someone/tiny"
 FULL = {"dtype": "float32", "precision": "full", "attention": "sdpa"}
@@ -801,4 +802,30 @@ def test_without_a_model_on_the_hub_nothing_is_asked(the_hub):
     levels, text, _ = told({"ours": {"dir": "/models/ours"}})
     assert levels == [("hub", "ok")]
     assert "no token is needed" in text
+    assert the_hub.asked == []
+
+
+# -- the shape of a model that is not fetched ---------------------------------------------------
+
+
+def test_a_shape_costs_a_configuration_and_is_asked_for_once(the_hub, tmp_path):
+    results = tmp_path / "results"
+    assert known_shape("tiny", config(), results) is None
+    shape = find_shape("tiny", config(), results)
+    resolved = [path for path in paths(the_hub.asked) if "/resolve/" in path]
+    assert {path.rpartition("/")[2] for path in resolved} == {"config.json"}
+    assert not (results / "pins").exists()
+    asked = len(the_hub.asked)
+    assert known_shape("tiny", config(), results) == shape
+    assert find_shape("tiny", config(), results) == shape
+    assert len(the_hub.asked) == asked
+    # Fetching it afterwards finds the same, and all of the model.
+    result = fetched(tmp_path)
+    assert result["sizes"] == shape["sizes"]
+    assert 0 < shape["bytes"] <= result["bytes"]
+
+
+def test_a_shape_in_a_gguf_file_is_known_when_it_is_fetched(the_hub, tmp_path):
+    with pytest.raises(CheckFailed, match="known when it has been fetched"):
+        find_shape("tiny", config(gguf="model.gguf"), tmp_path)
     assert the_hub.asked == []

@@ -221,6 +221,18 @@ def test_fourteen_billion_weights_in_four_bits_fit_where_they_did():
     assert sizes_of("Qwen2.5-14B-Instruct")["weight_bytes"]["nf4"] == pytest.approx(9.9e9, rel=0.03)
 
 
+def test_linear_layers_and_widths_are_told():
+    sizes = sizes_of("Qwen2.5-7B-Instruct")
+    assert sizes["linear"]["k_proj"] == {"count": 28, "inputs": 28 * 3584, "outputs": 28 * 512}
+    assert "lm_head" not in sizes["linear"]
+    assert sizes["widths"] == {
+        "hidden": 3584, "query": 3584, "key_value": 512, "mlp": 18944, "vocabulary": 152064,
+        "layers": 28, "heads": 28,
+    }  # fmt: skip
+    # A token passes through 8 of 128 experts.
+    assert sizes_of("Qwen3-30B-A3B")["widths"]["mlp"] == 8 * 768
+
+
 def test_a_window_is_told():
     cache = sizes_of("gemma-3-1b-it")["kv_cache"]
     assert (cache["attending_layers"], cache["window"], cache["window_layers"]) == (26, 512, 22)

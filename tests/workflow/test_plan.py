@@ -105,6 +105,37 @@ def test_ten_thousand_evaluations_are_planned_within_a_gigabyte(workspace):
     assert usage.ru_maxrss * 1024 < 1e9
 
 
+def test_a_job_that_fits_no_gpu_is_refused_in_the_dry_run(workspace, tiny_model):
+    workspace.configure(tiny_config(tiny_model, device="cuda"))
+    set_resources = ["--set-resources", "evaluate:gpu_memory_mb=500"]
+    before = workspace.snakemake("-n", *set_resources)
+    assert before.returncode == 0, before.stderr  # of a model whose shape is not known yet
+    assert "gpu_need_mb=<TBD>" in before.stdout + before.stderr
+    command = [sys.executable, "-m", "pharos.cli", "plan", "--configfile", "my config.yaml"]
+    subprocess.run(command, cwd=workspace.folder, env=workspace.environment(), check=True)
+    for quiet in ([], ["-q"]):
+        done = workspace.snakemake("-n", *quiet, *set_resources)
+        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        assert done.returncode == 2
+        assert len(errors) == 1
+        assert errors[0].startswith("pharos: error: evaluate of tiny (base) for watch needs at ")
+        assert "Traceback" not in done.stderr
+    done = workspace.snakemake("-n", "--set-resources", "evaluate:gpu_memory_mb=5000")
+    assert done.returncode == 0, done.stderr
+    assert "<TBD>" not in done.stdout + done.stderr
+
+
+def test_a_record_of_a_model_without_its_layers_is_refused_in_one_line(workspace, tiny_model):
+    workspace.configure(tiny_config(tiny_model))
+    record = workspace.folder / "results/models/tiny.json"
+    record.parent.mkdir(parents=True)
+    record.write_text('{"schema": "pharos/model/1", "result": {"sizes": {"parameters": 1}}}')
+    done = workspace.snakemake("-n")
+    assert done.returncode == 2
+    assert "results/models/tiny.json: does not tell the model's layers" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("what", ["--dag", "--rulegraph"])
 def test_the_graph_is_printed_as_a_graph(workspace, tiny_model, what):
     workspace.configure(tiny_config(tiny_model))

@@ -1,5 +1,6 @@
 # Helpers only: the checked configuration, and the lists that rules expand.
 
+import errno
 import functools
 import itertools
 from pathlib import Path
@@ -11,8 +12,14 @@ from pharos.cluster.coordinator import (
     leave_signals_to_the_work,
     share_code,
 )
+from pharos.cluster.resources import Device, Jobs, gpu_type, refuse_too_large
 from pharos.cluster.verify import code_digest
-from pharos.config import check_config_file, load_config, seed_pairs
+from pharos.config import (
+    check_config_file,
+    evaluation_cells,
+    load_config,
+    seed_pairs,
+)
 from pharos.errors import InputError, explained
 from pharos.models.check import check_before_run
 from pharos.runtime.environment import announce_environment
@@ -114,6 +121,8 @@ def tested_adapter(wc):
 
 def evaluation_settings(wc):
     """What an evaluation depends on; one function, as Snakemake calls each for every job."""
+    made = f"results/evaluate/{wc.model}/{wc.task}/seed{wc.seed}/{wc.variant}.json"
+    check_fit("evaluate", made, wc.model, wc.task, wc.variant)
     task = TASKS[wc.task]
     trained = wc.variant != "base" and not adapter_source(wc.variant)
     return {
@@ -128,6 +137,8 @@ def evaluation_settings(wc):
 
 def training_settings(wc):
     """What a training depends on."""
+    made = f"results/finetune/{wc.model}/{wc.task}/seed{wc.seed}/{wc.adapter}/training.json"
+    check_fit("finetune", made, wc.model, wc.task, wc.adapter)
     task = TASKS[wc.task]
     return {
         "model": MODELS[wc.model],
@@ -137,11 +148,6 @@ def training_settings(wc):
         "test_events": held_out_events(wc.task, wc.seed),
         "adapter": adapter_settings(wc.adapter),
     }
-
-
-def is_used(adapter, model, task):
-    """Whether the configuration puts this adapter onto this model for this task."""
-    return model in ADAPTERS[adapter]["models"] and task in ADAPTERS[adapter]["tasks"]
 
 
 def adapter_settings(adapter):
@@ -160,16 +166,79 @@ def largest_training(model):
     return max(trained, key=lambda settings: settings["batch_size"], default=None)
 
 
-def probed_partition():
-    """The partition that the profile, or --set-resources, sends the probe to; else "local"."""
+def profile_resource(rule, name):
+    """A resource that the profile, or the command line, gives a rule, as text; None without."""
     settings = workflow.resource_settings
     for resources in (
-        settings.overwrite_resources.get("probe", {}),
+        settings.overwrite_resources.get(rule, {}),
         settings.default_resources or {},
     ):
-        if "slurm_partition" in resources:
-            return str(resources["slurm_partition"].raw).strip("'\"")
-    return "local"
+        if name in resources:
+            return str(resources[name].raw).strip("'\"")
+    return None
+
+
+def probed_partition():
+    """The partition that the profile, or --set-resources, sends the probe to; else "local"."""
+    return profile_resource("probe", "slurm_partition") or "local"
+
+
+# What evaluate and finetune need, counted once for each model, task and variant.
+JOBS = Jobs(CONFIG)
+JOBS_OF = {"evaluate": JOBS.evaluation, "finetune": JOBS.training}
+DEVICES = {
+    name: Device(
+        CONFIG["device"],
+        gpu_type(
+            *(profile_resource(name, key) for key in ("gres", "gpu", "gpu_model"))
+        ),
+    )
+    for name in JOBS_OF
+}
+CHECKED = set()
+
+
+def needed(rule, wc):
+    """What a job needs; what is not known before the model is fetched shows as <TBD>."""
+    job = JOBS_OF[rule](wc.model, wc.task, wc.get("variant") or wc.adapter)
+    if job is None:
+        path = f"results/models/{wc.model}.json"
+        raise FileNotFoundError(errno.ENOENT, "not fetched yet", path)
+    return job
+
+
+def asked_for(rule):
+    """The resources of a rule that runs models, from model, data and attempt."""
+    ahead_s = float(profile_resource(rule, "stop_ahead_s") or 0)
+
+    def runtime(wc, attempt, threads):
+        return needed(rule, wc).minutes(DEVICES[rule], threads, attempt, ahead_s)
+
+    return {
+        "mem_mb": lambda wc, attempt: needed(rule, wc).mem_mb(attempt),
+        "gpu_need_mb": lambda wc: needed(rule, wc).gpu_mb,
+        "runtime": runtime,
+    }
+
+
+def check_fit(rule, made, *job):
+    """Refuse a job that no GPU of its partition can hold, when the plan is first made."""
+    key = (rule, *job)
+    if key in CHECKED or not workflow.is_main_process or Path(made).exists():
+        return
+    CHECKED.add(key)
+    found = JOBS_OF[rule](*job)
+    room = profile_resource(rule, "gpu_memory_mb")
+    record = f"results/models/{job[0]}.json"
+    with explained():
+        if found is None and Path(record).exists():
+            raise InputError(
+                f"{record}: does not tell the model's layers, as records of this version do; "
+                "remove it, and it is made again from the cache"
+            )
+        if found is not None and room is not None:
+            where = f"a GPU of partition {profile_resource(rule, 'slurm_partition')}"
+            refuse_too_large(JOBS, found, float(room), where)
 
 
 def check_models():
@@ -187,13 +256,7 @@ def check_models():
 
 
 # One entry for each evaluation; (model, task, test seed, variant).
-EVALUATIONS = [
-    (model, task, seed, variant)
-    for model in MODELS
-    for task in TASKS
-    for seed in TASKS[task]["seeds"]["test"]
-    for variant in ["base", *[a for a in ADAPTERS if is_used(a, model, task)]]
-]
+EVALUATIONS = evaluation_cells(CONFIG)
 PROMOTIONS = [cell for cell in EVALUATIONS if cell[3] != "base"]
 TRAININGS = [cell for cell in PROMOTIONS if not adapter_source(cell[3])]
 CORPORA = sorted(

@@ -26,8 +26,7 @@ rule evaluate:
         "../../environment.yml"
     threads: 8
     resources:
-        mem_mb=8000,
-        runtime=60,
+        **asked_for("evaluate"),
     params:
         settings=evaluation_settings,
     script:

@@ -33,8 +33,7 @@ rule finetune:
         "../../environment.yml"
     threads: 8
     resources:
-        mem_mb=16000,
-        runtime=240,
+        **asked_for("finetune"),
     params:
         settings=training_settings,
         # Outside of the outputs: Snakemake deletes those before a job runs again.

@@ -16,8 +16,8 @@ rule probe:
         "../../environment.yml"
     threads: 8
     resources:
-        mem_mb=16000,
-        runtime=120,
+        mem_mb=lambda wc, attempt: attempt * 16000,
+        runtime=lambda wc, attempt: attempt * 120,
     params:
         partition=probed_partition(),
         device=CONFIG["device"],

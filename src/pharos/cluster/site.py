@@ -12,6 +12,7 @@ from typing import Any
 
 from pharos.cluster import scheduler
 from pharos.cluster.machine import Finding, error, ok, warning
+from pharos.cluster.resources import gpu_type
 from pharos.cluster.submit import minutes_of
 from pharos.errors import CheckFailed
 
@@ -62,10 +63,7 @@ class Request:
     @property
     def gpu_type(self) -> str | None:
         """The type of GPU that is asked for by name."""
-        if self.gpu is not None:
-            return self.gpu_model
-        parts = (self.gres or "").split(":")
-        return parts[1] if parts[0] == "gpu" and len(parts) > 1 and not parts[1].isdigit() else None
+        return gpu_type(self.gres, self.gpu, self.gpu_model)
 
     @property
     def wants_gpu(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pharos.errors import CheckFailed, InputError
+from pharos.models.cache import set_up_hub
 from pharos.models.load import context_length_of, load_tokenizer
 from pharos.models.sizes import empty_model, model_sizes
 from pharos.models.sources import RECORD
@@ -125,15 +126,32 @@ def refuse_unknown_architecture(folder: Path, where: str) -> None:
 def _config_and_tokenizer(folder: Path, where: str) -> tuple[Any, Any]:
     try:
         tokenizer = load_tokenizer(folder)
-        import transformers
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(f"{where}: tokenizer cannot be read: {_reason(error)}") from None
+    return read_config(folder, where), tokenizer
 
-        config = transformers.AutoConfig.from_pretrained(
+
+def read_config(folder: Path, where: str) -> Any:
+    """The configuration of a model folder, as transformers reads it, without remote code.
+
+    Raises
+    ------
+    InputError
+        If transformers cannot read it.
+    """
+    set_up_hub(offline=True)
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{where}: configuration or tokenizer cannot be read: {reason}") from None
-    return config, tokenizer
+        raise InputError(f"{where}: configuration cannot be read: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def refuse_wrong_shards(folder: Path, names: Iterable[str], where: str) -> None:

@@ -48,7 +48,10 @@ def model_sizes(config: Any, where: str) -> dict[str, Any]:
     4 bits); ``weight_bytes`` for ``float32``, ``bfloat16`` and ``nf4`` (the rest in bfloat16);
     ``kv_cache``: ``bytes_per_token`` for both dtypes over all layers that attend,
     ``attending_layers``, ``window`` (tokens, ``None`` without) and ``window_layers`` (those whose
-    cache stops growing there).
+    cache stops growing there); ``widths`` of what one token passes through: ``hidden``, ``query``
+    and ``key_value`` (all heads together), ``mlp`` (of the experts it is sent to), ``vocabulary``,
+    and the number of ``layers`` and ``heads``; ``linear``: for the linear layers of each name,
+    how many there are and the sums of their ``inputs`` and ``outputs``.
     """
     model = empty_model(config, where)
     text = config.get_text_config()
@@ -67,6 +70,8 @@ def model_sizes(config: Any, where: str) -> dict[str, Any]:
             "nf4": round(nf4),
         },
         "kv_cache": _kv_cache(text),
+        "widths": _widths(text),
+        "linear": _linear(model),
     }
 
 
@@ -77,6 +82,39 @@ def _quantised(model: Any) -> int:
     output = model.get_output_embeddings()
     linear = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
     return sum(layer.weight.numel() for layer in linear if layer is not output)
+
+
+def _linear(model: Any) -> dict[str, dict[str, int]]:
+    """Linear layers by the last part of their names, as adapters name their targets."""
+    import torch
+
+    found: dict[str, dict[str, int]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+            sums = found.setdefault(
+                name.rpartition(".")[2], {"count": 0, "inputs": 0, "outputs": 0}
+            )
+            sums["count"] += 1
+            sums["inputs"] += module.in_features
+            sums["outputs"] += module.out_features
+    return found
+
+
+def _widths(text: Any) -> dict[str, int]:
+    hidden, heads, kv_heads, head = _heads(text)
+    mlp = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    asked = getattr(text, "num_experts_per_tok", None)
+    if asked:
+        mlp = int(asked) * int(getattr(text, "moe_intermediate_size", None) or mlp)
+    return {
+        "hidden": hidden,
+        "query": heads * head,
+        "key_value": kv_heads * head,
+        "mlp": mlp,
+        "vocabulary": int(text.vocab_size),
+        "layers": int(text.num_hidden_layers),
+        "heads": heads,
+    }
 
 
 def _share_of_experts(text: Any) -> float:
@@ -96,9 +134,7 @@ def _kv_cache(text: Any) -> dict[str, Any]:
     window = getattr(text, "sliding_window", None)
     if window and "layer_types" not in text.to_dict():
         windowed = attending
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    _, _, kv_heads, width = _heads(text)
     numbers = 2 * attending * kv_heads * width  # a key and a value
     return {
         "bytes_per_token": {dtype: size * numbers for dtype, size in BYTES.items()},
@@ -106,3 +142,10 @@ def _kv_cache(text: Any) -> dict[str, Any]:
         "window": int(window) if window and windowed else None,
         "window_layers": windowed if window else 0,
     }
+
+
+def _heads(text: Any) -> tuple[int, int, int, int]:
+    """Width of the hidden state, heads, key-value heads, and the width of one head."""
+    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    return hidden, heads, kv_heads, int(getattr(text, "head_dim", None) or hidden // heads)
