@@ -15,6 +15,7 @@ from pharos.evaluate.scoring import score
 from pharos.finetune.data import Example
 from pharos.finetune.packed import batch_loss, pack, packed_model
 from pharos.finetune.train import add_lora
+from pharos.models.fitting import Room
 from pharos.models.memory import (
     Model,
     Prompts,
@@ -109,7 +110,7 @@ def test_scoring_makes_the_tensors_that_are_counted(
         net = add_tiny_lora(net, **LORA).eval()
     answers = [{"positive": [5, 6, 7], "negative": [8, 9]}] * 8
     with Live(net.parameters()) as live:
-        score(net, tokens(prefix, rest, 8), answers, batch_tokens)
+        score(net, tokens(prefix, rest, 8), answers, Room(batch_tokens))
     prompts = Prompts(8, prefix + rest, prefix + rest, prefix, answer=3, both=5)
     settings = {**EVALUATION, "batch_tokens": batch_tokens}
     adapter = lora_parameters(model.sizes, 8, EVERY) if adapted else 0
@@ -122,7 +123,7 @@ def test_generating_makes_the_tensors_that_are_counted(dtype):
     net, model = tiny(dtype)
     answers = {"positive": "SIGNIFICANT", "negative": "ROUTINE"}
     with Live(net.parameters()) as live:
-        generate(net, tiny_models.tokenizer(), tokens(20, 100, 8), answers, [1], 4, 500)
+        generate(net, tiny_models.tokenizer(), tokens(20, 100, 8), answers, [1], 4, Room(500))
     settings = {**EVALUATION, "mode": "generate", "max_new_tokens": 4, "batch_tokens": 500}
     need = evaluation_need(
         model, "cpu", dtype, settings, Prompts(8, 120, 120, 20, answer=3, both=5)
