@@ -164,7 +164,8 @@ def test_a_training_step_makes_the_tensors_that_are_counted(
         optimizer.step()
     prompts = Prompts(batch, prefix + rest, prefix + rest, shared, answer=2, both=4)
     need = training_need(model, "cpu", dtype, settings, prompts)
-    assert need.activations == pytest.approx(most, rel=0.1)
+    # Two layers: what the last one computes only where it is read is counted whole.
+    assert need.activations == pytest.approx(most, rel=0.12)
     # What the optimiser holds beside the weights of the adapter is what lives on.
     weights = 4 * sum(p.numel() for p in trained)
     assert need.optimiser == pytest.approx(weights + live.bytes, rel=0.1)
