@@ -225,6 +225,8 @@ class Executor(stock.Executor):
             )
         except Closed:
             pass
+        except BrokenPipeError:
+            self._leave(signal.SIGPIPE, None)
         except Exception as error:
             self._report_job_error_threadsafe(SubmittedJobInfo(job), f"{error} ")
 
@@ -365,6 +367,19 @@ class Executor(stock.Executor):
         return f"{own} {format_cli_arg('--wait-for-files-file', listed)}"
 
     # --- watching ---
+
+    def _wait_thread(self) -> None:
+        """Watch until the run ends; whatever ends the watching before that ends the run.
+
+        Snakemake's own prints the error, which fails once nobody reads: the thread dies of it,
+        and the run waits for ever.
+        """
+        try:
+            asyncio.run(self._wait_for_jobs())
+        except BrokenPipeError:
+            self._leave(signal.SIGPIPE, None)
+        except Exception as error:
+            self.workflow.scheduler.executor_error_callback(error)
 
     async def check_active_jobs(
         self, active_jobs: list[SubmittedJobInfo]
@@ -531,7 +546,7 @@ class Executor(stock.Executor):
         super().shutdown()
 
     def _leave(self, number: int, _: Any) -> None:
-        """The terminal hung up, or the next coordinator is to take over: jobs go on."""
+        """Nobody reads any more, or the next coordinator is to take over: jobs go on."""
         # Straight to the descriptor: a logger may be holding its own lock right now.
         with contextlib.suppress(OSError):
             os.write(2, b"pharos: leaving; the jobs go on, and the same command takes them over\n")

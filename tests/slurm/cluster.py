@@ -200,6 +200,14 @@ class Cluster:
         self._end(name, signal.SIGKILL)
         _kill(self._stepds(name) + self._job_processes(name))
 
+    def stop_with(self) -> subprocess.Popen[bytes]:
+        """A process that stops the cluster when its standard input ends: with us, even killed."""
+        return subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "stop-at-end", str(self.folder)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+
     # --- clients ---
 
     def environment(self) -> dict[str, str]:
@@ -633,7 +641,8 @@ def main(arguments: list[str] | None = None) -> int:
     up = commands.add_parser("up", help="start a cluster in FOLDER")
     down = commands.add_parser("down", help="stop the cluster in FOLDER and remove FOLDER")
     env = commands.add_parser("env", help="print the export lines that clients need")
-    for command in (up, down, env):
+    end = commands.add_parser("stop-at-end", help="wait for the end of the input, then stop")
+    for command in (up, down, env, end):
         command.add_argument("folder", metavar="FOLDER")
     up.add_argument("--port-base", type=int, metavar="N", help="first of the ports (default: free)")
     up.add_argument(
@@ -648,6 +657,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"up in {time.monotonic() - started:.0f} s: {cluster.node_states()}")
         elif given.command == "down":
             Cluster.load(given.folder).remove()
+        elif given.command == "stop-at-end":
+            sys.stdin.read()
+            Cluster.load(given.folder).stop()
         else:
             for name, value in Cluster.load(given.folder).environment().items():
                 print(f"export {name}={value}")

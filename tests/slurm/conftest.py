@@ -29,8 +29,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[private.Cluste
     kind = BorrowedCluster if use_existing else private.Cluster
     made = kind(tmp_path_factory.mktemp("slurm"), use_existing=use_existing)
     made.start()
+    watcher = made.stop_with()
     yield made
     made.stop()
+    watcher.communicate()
 
 
 @pytest.fixture(scope="session")

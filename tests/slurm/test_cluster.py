@@ -1,9 +1,11 @@
 """The cluster that the other tests run on: what it offers, refuses and leaves behind."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,21 @@ def test_a_second_cluster_runs_beside_the_first_and_leaves_nothing(own_cluster, 
     assert not folder.exists()
     assert _processes_naming(str(folder)) == []
     assert set(own_cluster.node_states()) == set(NODES)
+
+
+def test_a_cluster_ends_with_the_killed_process_that_wanted_it(own_cluster, tmp_path):
+    folder = tmp_path / "orphan"
+    code = (
+        "import os, signal; from cluster import Cluster\n"
+        f"made = Cluster({str(folder)!r}); made.start(); made.stop_with()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while _processes_naming(str(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert _processes_naming(str(folder)) == []
 
 
 def test_a_slurm_that_is_there_is_used_and_left_alone(own_cluster, tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -201,6 +202,39 @@ def test_a_scheduler_that_stays_silent_ends_the_run_and_no_job(executor, slurm, 
     with pytest.raises(WorkflowError, match="the same command takes them over"):
         look(executor, active(executor, "1"))
     assert executor.ended == {}
+
+
+@pytest.mark.parametrize("broken", [BrokenPipeError(), WorkflowError("Slurm is gone")])
+def test_whatever_ends_the_watching_ends_the_run(executor, broken):
+    left, ended = [], []
+
+    async def watch():
+        raise broken
+
+    executor._wait_for_jobs = watch
+    executor._leave = lambda number, _: left.append(number)
+    executor.workflow.scheduler = SimpleNamespace(executor_error_callback=ended.append)
+    executor._wait_thread()
+    if isinstance(broken, BrokenPipeError):  # nobody reads: the jobs are left to the next start
+        assert (left, ended) == ([signal.SIGPIPE], [])
+    else:
+        assert (left, ended) == ([], [broken])
+
+
+def test_a_submitted_job_is_not_called_failed_because_nobody_reads(executor, monkeypatch):
+    left = []
+    submission = active(executor, "7").aux["submission"]
+    executor._leave = lambda number, _: left.append(number)
+    executor._submit = lambda job, disturbed: submission
+    executor.logger = SimpleNamespace(info=lambda message: _raise(BrokenPipeError()))
+    executor.run_job(SimpleNamespace(jobid=1, output=["7"]))
+    assert left == [signal.SIGPIPE]
+    assert executor.ended == {}
+    assert [found.job for found in executor.ledger.read()] == ["7"]
+
+
+def _raise(error):
+    raise error
 
 
 def test_a_job_that_left_the_queue_is_looked_up_in_accounting(executor, slurm):
