@@ -93,8 +93,8 @@ class Cluster:
         Where everything goes; made, and must be empty or a cluster's own. No white space, and
         short enough for a socket's path (about 80 characters).
     port_base
-        slurmctld listens on it, the other daemons on the ports that follow; None takes the
-        first free range from 21000 on.
+        slurmctld listens on it, the other daemons on the ports that follow; None takes a free
+        range between 21000 and 32000.
     use_existing
         Start nothing: speak to the Slurm that this environment already reaches.
     """
@@ -326,7 +326,9 @@ class Cluster:
                         f"({len(self._ports(0))} ports from there on are taken)"
                     )
             return
-        for base in range(21000, 32000, 100):
+        bases = list(range(21000, 32000, 100))
+        first = os.getpid() % len(bases)  # two that start at once do not look at the same one
+        for base in bases[first:] + bases[:first]:
             if all(_is_free(port) for port in self._ports(base)):
                 self.port_base = base
                 return
