@@ -286,10 +286,18 @@ def totals(rows: Sequence[Row], done: int, places: Mapping[str, Place]) -> Itera
             expected += units * row.count * row.job.seconds(place.device, place.threads) / 3600
     kind = "GPU" if any(place.device.name == "cuda" for place in places.values()) else "CPU"
     left = sum(row.count for row in rows)
-    yield (
-        f"{left} jobs: about {expected:.1f} {kind}-hours, at most {asked:.1f} by what is asked for"
-        + (f"; {done} jobs have been run" if done else "")
-    )
+    unknown = sum(row.count for row in rows if row.job is None)
+    parts = [f"{left} jobs, of which nothing is known yet"]
+    if unknown < left or not left:
+        parts = [
+            f"{left} jobs: about {expected:.1f} {kind}-hours, at most {asked:.1f} by what is "
+            "asked for"
+        ]
+        if unknown:
+            parts.append(f"{unknown} of them are not known, and not counted")
+    if done:
+        parts.append(f"{done} jobs have been run")
+    yield "; ".join(parts)
 
 
 def partitions_that_fit(rows: Sequence[Row]) -> Iterator[str]:
