@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -114,10 +115,14 @@ def undisturbed(tmp_path_factory, tiny_model):
 def states(workspace):
     """The states of each step's jobs, in order; no two of them were at work at once."""
     name, rows = run_name(workspace.folder), []
+    logs = (file.read_text() for file in workspace.folder.rglob("coordinator*.log"))
+    submitted = {job for log in logs for job in re.findall(r"SLURM jobid (\d+)", log)}
 
     def have_ended():
+        # The database hears of a job, and of its end, a moment after both.
         rows[:] = workspace.cluster.sacct("--name", name)
-        return all(re.match(r"\d", row["End"]) for row in rows)
+        ended = {row["JobID"] for row in rows if re.match(r"\d", row["End"])}
+        return submitted <= ended and len(ended) == len(rows)
 
     assert workspace.cluster._until(have_ended, 30), rows
     steps = {}
@@ -228,7 +233,9 @@ def on_a_terminal(hang_up):
     def start(command, **options):
         ours, theirs = pty.openpty()
         shell = ["setsid", "--ctty", "bash", "-c", '"$@"; exit $?', "-", *command]
-        process = subprocess.Popen(shell, **{**options, "stdin": theirs})
+        # A shell that was started under nohup would not hear of it.
+        hear = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+        process = subprocess.Popen(shell, preexec_fn=hear, **{**options, "stdin": theirs})
         os.close(theirs)
         hang_up.append(ours)
         return process
