@@ -16,6 +16,7 @@ EVALUATION = {
     "batch_tokens": 1024,
     "max_new_tokens": 4,
     "noise_sample": 2,
+    "settle": True,
 }
 ADAPTER = {
     "rank": 2,

@@ -103,7 +103,7 @@ def test_the_verdict_is_at_the_top_in_plain_words_with_its_numbers(page, run):
 
 
 def test_verdicts_that_were_settled_are_counted_beside_the_fragile_ones(page):
-    assert " fragile, 13 settled in float32" in page.text
+    assert " fragile 13 settled in float32" in page.text
 
 
 def test_the_page_asks_for_nothing_from_outside(page):

@@ -117,7 +117,7 @@ def probe_model(
     _reset_peak(device)
 
     with _timed(measured, "load_s"):
-        loaded = load_model(fetched, model_config, device)
+        loaded = load_model(fetched, model_config, device, exact=evaluation["settle"])
     builders = {
         task: PromptBuilder(loaded.tokenizer, prompt) for task, (prompt, _) in tasks.items()
     }
