@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import ground
-from ground import RUNNING, Ground, peak_mib, peak_of, ratios, seconds, spread
+from ground import Ground, peak_mib, peak_of, ratios, seconds, spread
 
 from pharos.errors import CheckFailed, explained
 from pharos.evaluate.prompts import PromptBuilder, shared_prefix_length
@@ -373,18 +373,7 @@ def main():
         [result["peak_mib"]["harness"] / result["peak_mib"]["ours"]]
     )
     result["busy_cpus_of_others"] = ground.busy_cpus_of_others()
-    print(json.dumps(result, indent=2))
-    if args.output is not None:
-        RUNNING.write(
-            args.output,
-            "benchmark",
-            inputs=[],
-            config=setting.config["evaluation"],
-            device=loaded.device,
-            dtype=loaded.dtype,
-            attention=loaded.attention,
-            result=result,
-        )
+    ground.publish(args.output, result, loaded, setting.config["evaluation"])
 
 
 if __name__ == "__main__":

@@ -96,6 +96,22 @@ class Ground:
         }
 
 
+def publish(path, result, loaded, config):
+    """Print what a bench of a model found; where ``path`` is given, write it as an artifact."""
+    print(json.dumps(result, indent=2))
+    if path is not None:
+        RUNNING.write(
+            path,
+            "benchmark",
+            inputs=[],
+            config=config,
+            device=loaded.device,
+            dtype=loaded.dtype,
+            attention=loaded.attention,
+            result=result,
+        )
+
+
 def _cpu_seconds():
     """CPU seconds used on the whole machine, and by this process and its children, so far."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]

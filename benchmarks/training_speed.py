@@ -17,7 +17,7 @@ from pathlib import Path
 
 import ground
 import torch
-from ground import RUNNING, Ground, peak_mib, peak_of, ratios, spread
+from ground import Ground, peak_mib, peak_of, ratios, spread
 
 from pharos.errors import CheckFailed, explained
 from pharos.evaluate.prompts import PromptBuilder, shared_prefix_length
@@ -320,18 +320,7 @@ def main():
         ratio = result["peak_mib"][name] / result["peak_mib"]["ours"]
         result["ratios"][f"training_memory_{name}"] = spread([ratio])
     result["busy_cpus_of_others"] = ground.busy_cpus_of_others()
-    print(json.dumps(result, indent=2))
-    if args.output is not None:
-        RUNNING.write(
-            args.output,
-            "benchmark",
-            inputs=[],
-            config=setting.adapter,
-            device=loaded.device,
-            dtype=loaded.dtype,
-            attention=loaded.attention,
-            result=result,
-        )
+    ground.publish(args.output, result, loaded, setting.adapter)
 
 
 if __name__ == "__main__":
