@@ -260,7 +260,7 @@ class Executor(stock.Executor):
 
     def _until_accepted(self, job: Any, submission: Submission, log: Path) -> str:
         """Submit until Slurm has answered; returns the job's id."""
-        began, waiting = time.monotonic(), False
+        patience = Patience(self)
         while True:
             self.ledger.write(submission)
             try:
@@ -269,14 +269,7 @@ class Executor(stock.Executor):
                 self._tell_once("full", f"The queue takes no more jobs for now: {full}")
                 self._pause(AGAIN_AFTER_S * 4)
             except scheduler.NoAnswer as silence:
-                if time.monotonic() - began > SILENCE_LIMIT_S:
-                    raise WorkflowError(
-                        f"Slurm took no job for {SILENCE_LIMIT_S:.0f} s: {silence}"
-                    ) from None
-                if not waiting:
-                    waiting = True
-                    self.logger.warning(f"Slurm does not answer; waiting for it: {silence}")
-                self._pause(AGAIN_AFTER_S)
+                patience.bear(silence, "Slurm took no job for {:.0f} s")
                 if accepted := self._accepted(submission):
                     return accepted
             except scheduler.Refused as refused:
@@ -557,19 +550,12 @@ class Executor(stock.Executor):
 
     def _patiently(self, question: Callable[[], T], what: str) -> T:
         """Ask until Slurm answers, for a stated time."""
-        began, waiting = time.monotonic(), False
+        patience = Patience(self)
         while True:
             try:
                 return question()
             except scheduler.NoAnswer as silence:
-                if time.monotonic() - began > SILENCE_LIMIT_S:
-                    raise WorkflowError(
-                        f"Slurm did not answer for {SILENCE_LIMIT_S:.0f} s ({what}): {silence}"
-                    ) from None
-                if not waiting:
-                    waiting = True
-                    self.logger.warning(f"Slurm does not answer; waiting for it: {silence}")
-                self._pause(AGAIN_AFTER_S)
+                patience.bear(silence, f"Slurm did not answer for {{:.0f}} s ({what})")
 
     def _pause(self, seconds: float) -> None:
         if self._closing.wait(seconds):
@@ -579,6 +565,25 @@ class Executor(stock.Executor):
         if subject not in self._told:
             self._told.add(subject)
             self.logger.warning(message)
+
+
+class Patience:
+    """Waiting for a Slurm that does not answer: one warning, and an end after a stated time."""
+
+    def __init__(self, executor: Executor) -> None:
+        """Start the clock."""
+        self.executor = executor
+        self.began = time.monotonic()
+        self.told = False
+
+    def bear(self, silence: scheduler.NoAnswer, complaint: str) -> None:
+        """Wait a little; ``complaint``, with the limit put in, is the error at the end."""
+        if time.monotonic() - self.began > SILENCE_LIMIT_S:
+            raise WorkflowError(f"{complaint.format(SILENCE_LIMIT_S)}: {silence}") from None
+        if not self.told:
+            self.told = True
+            self.executor.logger.warning(f"Slurm does not answer; waiting for it: {silence}")
+        self.executor._pause(AGAIN_AFTER_S)
 
 
 def stop_signal(job: Any) -> str:
