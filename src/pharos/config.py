@@ -52,6 +52,18 @@ def load_config(raw: Mapping[str, Any], schema_path: Path | str) -> dict[str, An
     return filled
 
 
+def read_config(path: Path | str, schema_path: Path | str) -> dict[str, Any]:
+    """Read a configuration file, check it and fill in the defaults.
+
+    Raises
+    ------
+    InputError
+        As :func:`check_config_file` and :func:`load_config`.
+    """
+    check_config_file(path)
+    return load_config(yaml.safe_load(Path(path).read_text(encoding="utf-8-sig")), schema_path)
+
+
 def check_config_file(path: Path | str) -> None:
     """Refuse what a YAML reader passes over in silence or cannot read, with its line.
 

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
-
 from pharos.cluster import machine, scheduler, site
 from pharos.cluster.machine import Finding, error, ok, warning
-from pharos.cluster.submit import read_profile
-from pharos.config import check_config_file, load_config
+from pharos.cluster.profile import read_profile
+from pharos.config import read_config
 from pharos.errors import CheckFailed, InputError, PharosError
 from pharos.models.cache import TOLD_OFFLINE, cache_root
 from pharos.models.client import endpoint, granted_beyond_reading, has_token, open_hub
@@ -61,9 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (profile / "config.yaml").is_file():
         raise InputError(f"--profile {profile}: no config.yaml in it; there is profiles/slurm")
     read_profile(profile)
-    check_config_file(configfile)
-    raw = yaml.safe_load(configfile.read_text(encoding="utf-8-sig"))
-    config = load_config(raw, CODE_FOLDER / "workflow/schemas/config.schema.yaml")
+    config = read_config(configfile, CODE_FOLDER / "workflow/schemas/config.schema.yaml")
     counts = {"ok": 0, "warning": 0, "error": 0}
     for finding in examine(config, profile, configfile):
         counts[finding.level] += 1

@@ -16,17 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pharos.cluster import scheduler, site
+from pharos.cluster.profile import mapping_of, read_profile
 from pharos.cluster.resources import MB, Device, Job, Jobs, gpu_type, refuse_too_large
-from pharos.cluster.submit import read_profile
-from pharos.config import (
-    check_config_file,
-    evaluation_cells,
-    load_config,
-    training_cells,
-)
+from pharos.config import evaluation_cells, read_config, training_cells
 from pharos.errors import InputError, PharosError
 from pharos.models.shapes import find_shape
 from pharos.runtime.provenance import CODE_FOLDER
@@ -104,9 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     InputError
         If the profile or the configuration cannot be read, or a job fits nowhere.
     """
-    check_config_file(arguments.configfile)
-    raw = yaml.safe_load(arguments.configfile.read_text(encoding="utf-8-sig"))
-    config = load_config(raw, CODE_FOLDER / "workflow/schemas/config.schema.yaml")
+    schema = CODE_FOLDER / "workflow/schemas/config.schema.yaml"
+    config = read_config(arguments.configfile, schema)
     folder = arguments.profile
     if folder is None and shutil.which("sbatch") and SLURM_PROFILE.is_dir():
         folder = SLURM_PROFILE
@@ -141,10 +133,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def place_of(rule: str, profile: Mapping[str, Any], device: str) -> Place:
     """Where a profile sends a rule; this machine, where it names no partition."""
-    own = _mapping(_mapping(profile.get("set-resources")).get(rule))
-    given = {**_mapping(profile.get("default-resources")), **own}
+    resources = mapping_of(profile.get("set-resources"), "the profile: set-resources")
+    own = mapping_of(resources.get(rule), f"the profile: set-resources: {rule}")
+    defaults = mapping_of(profile.get("default-resources"), "the profile: default-resources")
+    given = {**defaults, **own}
     values = {name: str(value).strip("'\"") for name, value in given.items()}
-    stated = {name: str(value) for name, value in _mapping(profile.get("set-threads")).items()}
+    threads_set = mapping_of(profile.get("set-threads"), "the profile: set-threads")
+    stated = {name: str(value) for name, value in threads_set.items()}
     threads = int(_number(stated, rule) or THREADS)
     partition = values.get("slurm_partition")
     kind = gpu_type(values.get("gres"), values.get("gpu"), values.get("gpu_model"))
@@ -166,15 +161,6 @@ def place_of(rule: str, profile: Mapping[str, Any], device: str) -> Place:
         ahead_s=_number(values, "stop_ahead_s") or 0.0,
         fixed={name: str(own[name]) for name in ("mem_mb", "runtime") if name in own},
     )
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    """A mapping as it is; a list of ``name=value``, which profiles may have, as one."""
-    if isinstance(value, list):
-        return dict(str(entry).partition("=")[::2] for entry in value)
-    if not isinstance(value or {}, Mapping):
-        raise InputError(f"the profile: {value} is not a mapping of names to values")
-    return dict(value or {})
 
 
 def _number(values: Mapping[str, str], name: str) -> float | None:

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pharos.cluster import coordinator, scheduler
+from pharos.cluster.profile import mapping_of, read_profile
 from pharos.errors import CheckFailed, InputError
 from pharos.runtime.artifacts import write_text_atomic
 
@@ -148,26 +147,6 @@ def complaint(output: str) -> str:
     return "\n".join(ours) or output.rpartition("Building DAG of jobs...\n")[2].strip()
 
 
-def read_profile(profile: Path) -> dict[str, Any]:
-    """The settings in a profile's ``config.yaml``.
-
-    Raises
-    ------
-    InputError
-        It is not there, not YAML, or not a mapping.
-    """
-    file = profile / "config.yaml"
-    try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}: name the profile with --profile") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(settings, dict):
-        raise InputError(f"{file}: not a mapping of Snakemake's options to their values")
-    return settings
-
-
 def profile_defaults(profile: Path) -> dict[str, str]:
     """The profile's default resources, for the partition and the account.
 
@@ -183,11 +162,7 @@ def profile_defaults(profile: Path) -> dict[str, str]:
             f"{file}: executor: {settings.get('executor')} is not {coordinator.EXECUTOR}, whose "
             "jobs the next coordinator can take over"
         )
-    resources = settings.get("default-resources") or {}
-    if isinstance(resources, list):
-        resources = dict(str(entry).partition("=")[::2] for entry in resources)
-    if not isinstance(resources, dict):
-        raise InputError(f"{file}: default-resources: {resources} is not a mapping of names")
+    resources = mapping_of(settings.get("default-resources"), f"{file}: default-resources")
     return {str(name): str(value).strip("'\"") for name, value in resources.items()}
 
 
