@@ -10,30 +10,30 @@ from pharos.cli import main
 from pharos.cluster import rightsize
 from pharos.cluster.rightsize import Run, parse_accounting, propose, read_benchmarks, render
 
-HERE = Path("/work/a folder")
+HERE = Path("/data/a folder")
 HEADER = "s\th:m:s\tmax_rss\tmax_vms\tmax_uss\tmax_pss\tio_in\tio_out\tmean_load\tcpu_time\n"
 
 # As Slurm 22.05 prints them, steps and all; `|` stands for the delimiter.
 EIGHT_HOURS = """\
-12|COMPLETED|420|480|32000M|8|1|09:20.500||/work/a folder|rule_evaluate_wildcards_tiny_watch_7_base
+12|COMPLETED|420|480|32000M|8|1|09:20.500||/data/a folder|rule_evaluate_wildcards_tiny_watch_7_base
 12.batch|COMPLETED|420|||8|1|00:04.200|176240K||
 12.extern|COMPLETED|420|||8|1|00:00.001|0||
 12.0|COMPLETED|416|||8|1|09:16.300|2924560K||
 """
 TIMED_OUT = """\
-3|TIMEOUT|3674|60|16000M|2|1|01:58:03.231||/work/a folder|rule_finetune_wildcards_tiny_watch_1_lora
+3|TIMEOUT|3674|60|16000M|2|1|01:58:03.231||/data/a folder|rule_finetune_wildcards_tiny_watch_1_lora
 3.batch|CANCELLED|3674|||2|1|00:01.004|176344K||
 3.0|CANCELLED|3680|||2|1|01:58:02.227|9189308K||
 """
 # Killed by the sampler: FAILED, with a peak above the request.
 SAMPLED_OUT_OF_MEMORY = """\
-5|FAILED|33|3|1000M|2|1|00:08.037||/work/a folder|rule_shortcut_gate
+5|FAILED|33|3|1000M|2|1|00:08.037||/data/a folder|rule_shortcut_gate
 5.batch|FAILED|33|||2|1|00:02.179|176240K||
 5.0|CANCELLED by 0|24|||2|1|00:05.858|1034536K||
 """
 # Killed by the kernel: the step says so, and the peak was never sampled.
 KILLED_OUT_OF_MEMORY = """\
-6|FAILED|21|30|4G|1|1|00:08.037||/work/a folder|rule_shortcut_gate_wildcards_watch_1
+6|FAILED|21|30|4G|1|1|00:08.037||/data/a folder|rule_shortcut_gate_wildcards_watch_1
 6.batch|FAILED|21|||1|1|00:02.179|176240K||
 6.0|OUT_OF_MEMORY|19|||1|1|00:05.858|201000K||
 """
@@ -100,7 +100,7 @@ def test_a_job_that_has_not_ended_is_left_out(state):
 
 
 def test_jobs_of_other_folders_and_other_work_are_left_out():
-    assert accounting(EIGHT_HOURS.replace("/work/a folder", "/work/b")) == []
+    assert accounting(EIGHT_HOURS.replace("/data/a folder", "/data/b")) == []
     assert accounting(EIGHT_HOURS.replace("rule_evaluate", "my own job")) == []
 
 
@@ -118,7 +118,7 @@ def test_where_a_site_stores_no_comments_the_place_of_the_log_tells_the_rule(tmp
 
 
 def test_a_log_here_makes_a_job_ours_wherever_it_was_submitted_from():
-    elsewhere = EIGHT_HOURS.replace("/work/a folder", "/home/me")
+    elsewhere = EIGHT_HOURS.replace("/data/a folder", "/home/me")
     assert [job.rule for job in accounting(elsewhere, {"12": "evaluate"})] == ["evaluate"]
     # The number of a job of this folder, given again after the site began to count anew.
     assert accounting(elsewhere, {"12": "corpus"}) == []
