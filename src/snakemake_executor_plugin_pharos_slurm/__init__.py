@@ -279,20 +279,20 @@ class Executor(stock.Executor):
         call = self._call(job, run_uuid=self.run_uuid, slurm_logfile=log)
         command = shlex.split(call)
         command[command.index("--comment") + 1] = comment_of(submission)
-        script = self.ledger.script(submission, self._command(job))
+        script = self.ledger.script(submission, *self._command(job))
         self.logger.debug(f"sbatch call: {shlex.join(command)}\n{script}")
         out = scheduler.submit(command, script)
         return str(validate_or_get_slurm_job_id(out, out))
 
-    def _command(self, job: Any) -> str:
-        """What the batch script runs: one Snakemake, for this job alone, as a step of its own."""
+    def _command(self, job: Any) -> tuple[str, str]:
+        """What the batch script runs, and how: one Snakemake for this job, as a step of its own."""
         before, snakemake, arguments = self.format_job_exec(job).partition(
             f"{self.get_python_executable()} -m snakemake"
         )
         step = ["srun", "-n1", "--cpu-bind=q", get_node_setting(job)]
         step += [get_cpu_setting(job, bool(job.resources.get("gpu"))), get_gpu_setting(job)]
         srun = "" if job.resources.get("mpi") else " ".join(filter(None, step))
-        return f"{before}{srun} {snakemake}{arguments}"
+        return f"{before}{srun}", f"{snakemake}{arguments}"
 
     def get_python_executable(self) -> str:
         """This environment's Python, by its absolute path, for a shell."""

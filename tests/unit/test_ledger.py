@@ -1,9 +1,12 @@
 """What becomes of the jobs that an earlier run left, and the permission that each job needs."""
 
+import os
+import shlex
 import subprocess
 
 import pytest
 
+from pharos.cluster import ledger as ledger_module
 from pharos.cluster.ledger import SUPERSEDED, Ledger, Submission, Wanted, comment_of, judge
 
 LEFT = Submission(
@@ -100,8 +103,8 @@ def test_the_comment_tells_the_step_and_is_one_field_of_squeue():
     assert comment_of(LEFT) == "rule_evaluate_wildcards_tiny_a_b_c 0a1b"
 
 
-def run_script(tmp_path, command):
-    script = Ledger().script(LEFT, command)
+def run_script(tmp_path, work, launch=""):
+    script = Ledger().script(LEFT, launch, f"sh -c {shlex.quote(work)}")
     return subprocess.run(["sh"], input=script, cwd=tmp_path, capture_output=True, text=True)
 
 
@@ -117,7 +120,7 @@ def test_a_job_works_only_while_its_record_is_there(tmp_path):
 def test_a_job_says_that_it_ended_well_and_only_then(tmp_path):
     ledger = Ledger(tmp_path)
     ledger.write(LEFT)
-    assert run_script(tmp_path, "exit_with() { return 3; }; exit_with").returncode == 3
+    assert run_script(tmp_path, "exit 3").returncode == 3
     assert not ledger.is_done("0a1b")
     assert run_script(tmp_path, "true").returncode == 0
     assert ledger.is_done("0a1b")
@@ -125,8 +128,39 @@ def test_a_job_says_that_it_ended_well_and_only_then(tmp_path):
 
 def test_a_job_that_is_told_to_stop_gets_its_time(tmp_path):
     Ledger(tmp_path).write(LEFT)
-    done = run_script(tmp_path, "kill -TERM $$; echo saved")
+    done = run_script(tmp_path, "trap : TERM; kill -TERM $PPID $$; echo saved")
     assert (done.returncode, done.stdout) == (0, "saved\n")
+
+
+def test_work_that_slurm_did_not_begin_is_begun_when_slurm_answers(tmp_path, monkeypatch):
+    """srun gives up at once while the controller is away."""
+    monkeypatch.setattr(ledger_module, "BEGIN_AGAIN_S", 0.01)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    for name, text in {
+        "srun": 'cat away > /dev/null 2>&1 && exit 1; exec "$@"',
+        "squeue": "echo asked >> asked; [ $(wc -l < asked) -lt 3 ] || rm -f away; ! [ -e away ]",
+    }.items():
+        command = tmp_path / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f"#!/bin/sh\n{text}\n")
+        command.chmod(0o755)
+    Ledger(tmp_path).write(LEFT)
+    (tmp_path / "away").touch()
+    done = run_script(tmp_path, "echo worked; exit 3", launch="srun")
+    assert (done.returncode, done.stdout) == (3, "worked\n")
+    assert done.stderr.count("did not begin") == 1
+    assert (tmp_path / "asked").read_text() == "asked\n" * 3
+
+
+def test_work_that_never_begins_ends_the_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_module, "BEGIN_AGAIN_S", 0.01)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "squeue").symlink_to("/bin/true")
+    Ledger(tmp_path).write(LEFT)
+    done = run_script(tmp_path, "echo worked", launch="exit_7() { return 7; }; exit_7")
+    assert (done.returncode, done.stdout) == (7, "")
+    assert done.stderr.count("did not begin") == 3
 
 
 def test_many_inputs_are_listed_in_a_file_of_the_step(tmp_path):

@@ -18,6 +18,7 @@ from pharos.runtime.artifacts import digest_of, write_text_atomic
 
 FOLDER = ".snakemake/pharos_jobs"
 SUPERSEDED = 75  # EX_TEMPFAIL of sysexits.h
+BEGIN_AGAIN_S = 5
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Ledger:
 
     def forget(self, token: str) -> None:
         """Remove a submission; its job, should it start only now, ends at once."""
-        for suffix in ("json", "done"):
+        for suffix in ("json", "began", "done"):
             with contextlib.suppress(FileNotFoundError):
                 self.path(token, suffix).unlink()
 
@@ -106,23 +107,46 @@ class Ledger:
         write_text_atomic(path, "".join(f"{file}\n" for file in files))
         return path
 
-    def script(self, submission: Submission, command: str) -> str:
-        """The batch script: work only with permission, and say so when it ended well."""
-        allowed = shlex.quote(str(self.path(submission.token, "json")))
-        done = shlex.quote(str(self.path(submission.token, "done")))
-        return (
-            "#!/bin/sh\n"
-            f"if ! [ -e {allowed} ]; then\n"
-            "    echo 'pharos: another submission of this step has taken over; nothing is done'"
-            " >&2\n"
-            f"    exit {SUPERSEDED}\n"
-            "fi\n"
-            "trap : TERM\n"  # Whoever is told to stop gets its time; the shell waits for it.
-            f"{command}\n"
-            "status=$?\n"
-            f'[ "$status" -ne 0 ] || : > {done}\n'
-            'exit "$status"\n'
+    def script(self, submission: Submission, launch: str, work: str) -> str:
+        """The batch script: work only with permission, and say so when it ended well.
+
+        Parameters
+        ----------
+        submission
+            The job that runs it.
+        launch
+            Shell words that run the words behind them: ``cd folder && srun -n1``, say.
+        work
+            The command and its arguments, as shell words.
+        """
+        allowed, began, done = (
+            shlex.quote(str(self.path(submission.token, suffix)))
+            for suffix in ("json", "began", "done")
         )
+        return f"""#!/bin/sh
+if ! [ -e {allowed} ]; then
+    echo 'pharos: another submission of this step has taken over; nothing is done' >&2
+    exit {SUPERSEDED}
+fi
+rm -f {began}
+told=
+trap 'told=1' TERM  # Whoever is told to stop gets its time; the shell waits for it.
+tries=0
+while :; do
+    {launch} sh -c ': > "$0" && exec "$@"' {began} {work}
+    status=$?
+    # srun ends at once while the controller is away; what never began can be begun again.
+    if [ "$status" -eq 0 ] || [ -e {began} ] || [ "$told" ] || [ "$tries" -ge 3 ]; then break; fi
+    tries=$((tries + 1))
+    echo "pharos: Slurm did not begin the work (exit status $status); it is tried again" >&2
+    sleep {BEGIN_AGAIN_S}
+    until [ "$told" ] || squeue --noheader --jobs "$SLURM_JOB_ID" >/dev/null 2>&1; do
+        sleep {BEGIN_AGAIN_S}
+    done
+done
+[ "$status" -ne 0 ] || : > {done}
+exit "$status"
+"""
 
 
 def comment_of(submission: Submission) -> str:
