@@ -15,10 +15,12 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from cluster import DAEMONS
+from pharos.cluster.ledger import Ledger, Submission
 from pharos.cluster.scheduler import run_name
 from slurm_workspace import SlurmWorkspace
 from workspaces import TASK, Workspace, jobs_in, tiny_config
@@ -193,6 +195,25 @@ def test_a_scheduler_that_is_away_for_a_minute_costs_no_job_and_no_attempt(
     assert "Slurm answers again, after " in log
     assert states(workspace) == {SEED1: ["COMPLETED"], SEED7: ["COMPLETED"]}
     assert content(workspace, SEED1, SEED7) == undisturbed
+
+
+def test_a_job_that_starts_while_the_scheduler_goes_away_begins_its_work_later(
+    daemons, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    left = Submission("0a1b", "run", "step", [], "work", "request")
+    Ledger().write(left)
+    script = Ledger().script(left, "sleep 6 && srun -n1", "sh -c 'echo worked'")
+    Path("script").write_text(script)
+    small = ("--partition=cpu", "--mem=500", "--time=5")
+    job = daemons.run("sbatch", "--parsable", *small, "--output=log", "script").stdout.strip()
+    daemons.wait_job(job, "RUNNING")
+    daemons.stop_daemon("slurmctld")
+    assert daemons._until(lambda: "did not begin" in Path("log").read_text(), 60)
+    daemons.start_daemon("slurmctld")
+    assert daemons.wait_job(job) == "COMPLETED"
+    assert Path("log").read_text().endswith("worked\n")
+    assert Ledger().is_done("0a1b")
 
 
 def test_without_its_accounting_database_the_run_goes_on(workspace, daemons, undisturbed):
