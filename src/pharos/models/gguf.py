@@ -17,6 +17,7 @@ from pharos.errors import InputError
 from pharos.models.cache import set_up_hub
 from pharos.models.describe import describe_folder
 from pharos.models.fetch import refuse_without_room
+from pharos.models.shapes import shape_of
 from pharos.models.sources import RECORD, converted_folder, damaged_files
 from pharos.runtime.artifacts import sync_folder, write_text_atomic
 from pharos.runtime.log import log_event
@@ -98,6 +99,11 @@ def whole_record(key: str) -> dict[str, Any] | None:
     if damaged:
         log_event("damaged", files=damaged, then="converted again")
         return None
+    try:
+        shape_of(record)
+    except KeyError:  # an earlier version described it
+        record = {"licence": record["licence"], **describe_folder(folder, str(folder))}
+        write_text_atomic(folder / RECORD, json.dumps(record, indent=2) + "\n")
     return record
 
 

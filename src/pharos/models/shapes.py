@@ -35,14 +35,24 @@ def known_shape(
     for path, part in places:
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
-            facts = facts[part] if part else facts
-            shape = {"sizes": facts["sizes"], "bytes": facts["bytes"]}
-            shape["dtype"] = facts["config"]["dtype"]
-            if all(part in shape["sizes"] for part in PARTS):
-                return shape
+            return shape_of(facts[part] if part else facts)
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None
+
+
+def shape_of(facts: Mapping[str, Any]) -> Shape:
+    """The shape that a description of a model tells.
+
+    Raises
+    ------
+    KeyError
+        If an earlier version made the description, and it does not tell all.
+    """
+    sizes = facts["sizes"]
+    for part in PARTS:
+        sizes[part]
+    return {"sizes": sizes, "bytes": facts["bytes"], "dtype": facts["config"]["dtype"]}
 
 
 def find_shape(
