@@ -21,9 +21,10 @@ from ground import Ground, peak_mib, peak_of, ratios, spread
 
 from pharos.errors import CheckFailed, explained
 from pharos.evaluate.prompts import PromptBuilder, shared_prefix_length
+from pharos.finetune.adapter import add_lora
 from pharos.finetune.data import batches_of_epoch, encode_examples
 from pharos.finetune.packed import batch_loss, pack, packed_model, plain_loss
-from pharos.finetune.train import add_lora, learning_rate, train_adapter
+from pharos.finetune.train import learning_rate, train_adapter
 from pharos.models.sources import base_identity
 
 LOSS_STEPS = 2

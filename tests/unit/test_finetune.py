@@ -117,7 +117,7 @@ def gradients(model):
 
 def with_lora(loaded, seed=1, **settings):
     """A peft model whose LoRA weights are all random, so that every gradient counts."""
-    from pharos.finetune.train import add_lora
+    from pharos.finetune.adapter import add_lora
 
     model = add_lora(loaded.model, {**ADAPTER, **settings}, BASE)
     torch.manual_seed(seed)
@@ -339,8 +339,9 @@ def test_layers_of_one_input_are_one_product_and_the_last_ones_see_only_what_is_
 
 
 def test_fifty_packed_steps_have_the_loss_curve_of_the_plain_loop(loaded, builder, tmp_path):
+    from pharos.finetune.adapter import add_lora
     from pharos.finetune.packed import plain_loss
-    from pharos.finetune.train import add_lora, learning_rate
+    from pharos.finetune.train import learning_rate
 
     settings = {**ADAPTER, "epochs": 17}
     found = train(loaded, builder, tmp_path, **settings).result["losses"]
@@ -490,7 +491,7 @@ def test_a_loss_that_is_not_finite_stops_at_once_with_the_step(loaded, builder, 
 def test_a_weight_of_the_base_that_is_not_frozen_stops_training(
     loaded, builder, tmp_path, monkeypatch
 ):
-    from pharos.finetune import train as module
+    from pharos.finetune import adapter as module
 
     add_lora = module.add_lora
 
@@ -505,7 +506,7 @@ def test_a_weight_of_the_base_that_is_not_frozen_stops_training(
 
 
 def test_an_adapter_without_gradients_stops_training(loaded):
-    from pharos.finetune.train import check_gradients
+    from pharos.finetune.adapter import check_gradients
 
     with pytest.raises(CheckFailed, match="no weight of the adapter has a gradient"):
         check_gradients(with_lora(loaded))

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 import tiny_models
 from pharos.evaluate.generation import generate
 from pharos.evaluate.scoring import score
+from pharos.finetune.adapter import add_lora
 from pharos.finetune.data import Example
 from pharos.finetune.packed import batch_loss, pack, packed_model
-from pharos.finetune.train import add_lora
 from pharos.models.fitting import Room
 from pharos.models.memory import (
     Model,

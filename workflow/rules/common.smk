@@ -135,18 +135,28 @@ def evaluation_settings(wc):
     }
 
 
-def training_settings(wc):
-    """What a training depends on."""
-    made = f"results/finetune/{wc.model}/{wc.task}/seed{wc.seed}/{wc.adapter}/training.json"
-    check_fit("finetune", made, wc.model, wc.task, wc.adapter)
-    task = TASKS[wc.task]
+def training_cell(model, task, seed, adapter):
+    """One training, as pharos.finetune.cells.Cell takes it."""
+    cell = f"{model}/{task}/seed{seed}/{adapter}"
+    check_fit(
+        "finetune", f"results/finetune/{cell}/training.json", model, task, adapter
+    )
+    settings = TASKS[task]
     return {
-        "model": MODELS[wc.model],
-        "device": CONFIG["device"],
-        "prompt": task["prompt"],
-        "train_events": task["train_events"],
-        "test_events": held_out_events(wc.task, wc.seed),
-        "adapter": adapter_settings(wc.adapter),
+        "names": {"model": model, "task": task, "seed": int(seed), "adapter": adapter},
+        "corpus": f"results/corpus/{task}/seed{seed}.jsonl",
+        "admission": f"results/gate/admission/{task}/seed{seed}.json",
+        "out": f"results/finetune/{cell}",
+        # Outside of the outputs: Snakemake deletes those before a job runs again.
+        "checkpoints": f"results/checkpoints/{cell}",
+        "settings": {
+            "model": MODELS[model],
+            "device": CONFIG["device"],
+            "prompt": settings["prompt"],
+            "train_events": settings["train_events"],
+            "test_events": held_out_events(task, seed),
+            "adapter": adapter_settings(adapter),
+        },
     }
 
 

@@ -35,8 +35,6 @@ rule finetune:
     resources:
         **asked_for("finetune"),
     params:
-        settings=training_settings,
-        # Outside of the outputs: Snakemake deletes those before a job runs again.
-        checkpoints="results/checkpoints/{model}/{task}/seed{seed}/{adapter}",
+        cells=lambda wc: [training_cell(wc.model, wc.task, wc.seed, wc.adapter)],
     script:
         "../scripts/finetune.py"

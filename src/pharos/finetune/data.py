@@ -95,6 +95,11 @@ def batches_of_epoch(size: int, batch_size: int, seed: int, epoch: int) -> list[
     return [order[start : start + batch_size] for start in range(0, size, batch_size)]
 
 
+def random_seed(seed: int, purpose: str, step: int) -> int:
+    """The seed, below 2^63, of what a step draws for a purpose."""
+    return Stream("finetune", seed, purpose, step).below(2**63)
+
+
 def check_contamination(
     train: Sequence[Item], test: Sequence[Item], same_corpus: bool
 ) -> tuple[list[Item], dict[str, Any]]:

@@ -1,6 +1,5 @@
 """LoRA fine-tuning: one plain loop that can be killed at any step and goes on exactly there."""
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -9,18 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from pharos.config import did_you_mean
 from pharos.corpus.items import Item
-from pharos.corpus.stream import Stream
 from pharos.errors import CheckFailed, InputError
 from pharos.evaluate.prompts import PromptBuilder, cut_record, shared_prefix_length
+from pharos.finetune.adapter import adapted_model, adapter_files, check_gradients
 from pharos.finetune.card import loss_figure, model_card
 from pharos.finetune.checkpoints import State, load_checkpoint, save_checkpoint
-from pharos.finetune.data import Example, batches_of_epoch, data_digest, encode_examples
+from pharos.finetune.data import (
+    Example,
+    batches_of_epoch,
+    data_digest,
+    encode_examples,
+    random_seed,
+)
 from pharos.finetune.packed import add_gradients, check_packing, packed_model
 from pharos.models.fitting import attempt
 from pharos.models.load import LoadedModel
@@ -108,19 +111,16 @@ def train_adapter(
         }
     )
     rng_devices = [torch.cuda.current_device()] if loaded.device == "cuda" else []
-    with torch.random.fork_rng(devices=rng_devices):
-        model = add_lora(loaded.model, adapter_config, base)
-        try:
-            model.train()
-            check_packing(model, examples[:2], shared, loaded.dtype)
-            state = _train(
-                model, loaded, examples, shared, adapter_config, Path(checkpoint_dir), run_digest
-            )
-            weights, peft_config = _adapter_files(model)
-            trainable, total = model.get_nb_trainable_parameters()
-        finally:
-            model.unload()
-            loaded.model.eval()
+    with (
+        torch.random.fork_rng(devices=rng_devices),
+        adapted_model(loaded.model, adapter_config, base) as model,
+    ):
+        check_packing(model, examples[:2], shared, loaded.dtype)
+        state = _train(
+            model, loaded, examples, shared, adapter_config, Path(checkpoint_dir), run_digest
+        )
+        weights, peft_config = adapter_files(model)
+        trainable, total = model.get_nb_trainable_parameters()
     facts = _facts(examples, shared, adapter_config, state)
     facts["parameters"] = {
         "trainable": trainable,
@@ -194,7 +194,7 @@ def _train(
             epoch, place = divmod(step, steps_an_epoch)
             batches = batches_of_epoch(len(examples), config["batch_size"], config["seed"], epoch)
             batch = [examples[k] for k in batches[place]]
-            seed = _seed(config["seed"], "dropout", step)
+            seed = random_seed(config["seed"], "dropout", step)
 
             loss = _gradients(model, batch, shared, loaded.device, state, seed)
             _check_finite(loss, "loss", step, steps)
@@ -250,69 +250,6 @@ def learning_rate(step: int, steps: int, config: Mapping[str, Any]) -> float:
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def add_lora(model: Any, config: Mapping[str, Any], base: Mapping[str, str]) -> Any:
-    """``model`` with fresh LoRA layers on ``config["targets"]``, as a peft model.
-
-    Raises
-    ------
-    InputError
-        If a target is no linear layer of the model, or is its output layer where that is tied
-        to the embedding (an update there would change both when merged).
-    """
-    import peft
-
-    output = model.get_output_embeddings()
-    tied = output is not None and output.weight is model.get_input_embeddings().weight
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not (tied and module is output)
-    }
-    for target in config["targets"]:
-        if target not in linear:
-            raise InputError(
-                f"adapter targets: the model has no linear layer {target!r} that can be adapted"
-                f"{did_you_mean(target, sorted(linear))}"
-            )
-    torch.manual_seed(_seed(config["seed"], "weights", 0))
-    settings = peft.LoraConfig(
-        r=config["rank"],
-        lora_alpha=config["alpha"],
-        lora_dropout=config["dropout"],
-        target_modules=sorted(config["targets"]),
-        task_type=peft.TaskType.CAUSAL_LM,
-    )
-    adapted = peft.get_peft_model(model, settings)
-    # peft fills in the folder on this machine; what counts is what the model is.
-    settings.base_model_name_or_path = base["base_model_name_or_path"]
-    settings.revision = base["revision"]
-    return adapted
-
-
-def check_gradients(model: Any) -> None:
-    """After a backward pass: weights of the adapter have gradients, and no other weight may.
-
-    Raises
-    ------
-    CheckFailed
-        Naming the first weight of the base that would be trained, or if the adapter would not be.
-    """
-    adapter = f".{model.base_model.prefix}"
-    base = [
-        name
-        for name, weight in model.named_parameters()
-        if adapter not in name and (weight.requires_grad or weight.grad is not None)
-    ]
-    if base:
-        raise CheckFailed(f"{len(base)} weights of the base are not frozen, the first is {base[0]}")
-    if all(weight.grad is None for weight in model.parameters()):
-        raise CheckFailed("no weight of the adapter has a gradient: nothing would be trained")
-
-
-def _seed(seed: int, purpose: str, step: int) -> int:
-    return Stream("finetune", seed, purpose, step).below(2**63)
 
 
 def _gradients(
@@ -383,21 +320,6 @@ def _restore(
             "step": torch.tensor(float(step), device=parameter.device),
             **{moment: tensors[f"{moment}/{name}"].to(parameter.device) for moment in MOMENTS},
         }
-
-
-def _adapter_files(model: Any) -> tuple[bytes, bytes]:
-    """``adapter_model.safetensors`` and ``adapter_config.json`` as bytes."""
-    import peft
-
-    # Told not to look: peft would ask the hub whether the embedding has changed.
-    saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in saved.items()}
-    settings = model.peft_config[model.active_adapter].to_dict()
-    settings["inference_mode"] = True
-    # Sets have no order of their own; a file needs one.
-    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in settings.items()}
-    text = json.dumps(plain, indent=2, sort_keys=True) + "\n"
-    return safetensors.torch.save(weights, metadata={"format": "pt"}), text.encode()
 
 
 def _facts(

@@ -120,7 +120,7 @@ def load_model(
         import peft
 
         model = peft.PeftModel.from_pretrained(model, str(adapter_dir), is_trainable=False)
-    model.eval()
+    model.eval().requires_grad_(False)
     return LoadedModel(
         model=model,
         tokenizer=load_tokenizer(folder),

@@ -57,8 +57,10 @@ class Job:
         """Write this job's JSON artifact; pools and platform are read back here, after the work.
 
         ``device``, ``dtype`` and ``attention`` go into the platform; ``config`` is the part of
-        the configuration that applied.
+        the configuration that applied. The wall time is since the job began, or since it wrote
+        its last artifact.
         """
+        started, self._started = self._started, time.monotonic()
         write_artifact(
             path,
             kind,
@@ -67,7 +69,7 @@ class Job:
             platform=describe_platform(device, dtype, attention),
             context=run_context(self.binding),
             result=result,
-            timing={"wall_s": round(time.monotonic() - self._started, 3), **(timing or {})},
+            timing={"wall_s": round(self._started - started, 3), **(timing or {})},
         )
         log.log_event("artifact", path=str(path), kind=kind)
 
