@@ -26,7 +26,6 @@ import yaml  # noqa: E402  (after the threads are bound)
 from pharos.evaluate.prompts import ANSWERS, PromptBuilder, shared_prefix_length  # noqa: E402
 from pharos.models.memory import (  # noqa: E402
     MIB,
-    PROCESS_BYTES,
     Model,
     Prompts,
     evaluation_need,
@@ -47,12 +46,11 @@ EVALUATION = {
 LORA = {
     "rank": 16, "alpha": 32, "dropout": 0.0, "learning_rate": 1e-3, "warmup_share": 0.1,
     "weight_decay": 0.0, "max_grad_norm": 1.0, "epochs": 1, "batch_size": 8, "max_tokens": 8192,
-    "seed": 0, "checkpoint_every_steps": 20,
+    "seed": 0, "checkpoint_every_steps": 20, "checkpoint_every_minutes": 10,
     "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }  # fmt: skip
 # (what, words a prompt, prompts, settings)
 CASES = [
-    ("nothing", 50, 2, {}),
     ("evaluate", 50, 12, {"batch_tokens": 512}),
     ("evaluate", 50, 60, {"batch_tokens": 2048}),
     ("evaluate", 50, 200, {"batch_tokens": 8192}),
@@ -114,8 +112,7 @@ def measure(what, words, count, settings, fetched, config):
     """Run one case in this process; its peak in MB, and its prompts in tokens."""
     from pharos.evaluate.run import evaluate_items
     from pharos.finetune.train import train_adapter
-    from pharos.models.load import load_model, load_tokenizer
-    from pharos.models.sources import model_folder
+    from pharos.models.load import load_model
 
     items = [
         SimpleNamespace(
@@ -124,11 +121,8 @@ def measure(what, words, count, settings, fetched, config):
         )
         for k in range(count)
     ]  # fmt: skip
-    if what == "nothing":
-        builder = PromptBuilder(load_tokenizer(model_folder(fetched, config)), PROMPT)
-    else:
-        loaded = load_model(fetched, config, "cpu")
-        builder = PromptBuilder(loaded.tokenizer, PROMPT)
+    loaded = load_model(fetched, config, "cpu")
+    builder = PromptBuilder(loaded.tokenizer, PROMPT)
     if what == "evaluate":
         evaluate_items(loaded, builder, items, {**EVALUATION, **settings})
     elif what == "finetune":
@@ -164,9 +158,7 @@ def compared(case, measured, fetched, dtype):
     what, _, _, settings = case
     model = Model(fetched["sizes"], "full", "sdpa", fetched["bytes"], fetched["config"]["dtype"])
     prompts = Prompts(**measured["prompts"])
-    if what == "nothing":
-        predicted = PROCESS_BYTES
-    elif what == "evaluate":
+    if what == "evaluate":
         settings = {**EVALUATION, **settings}
         predicted = evaluation_need(model, "cpu", dtype, settings, prompts).host
     else:
