@@ -60,6 +60,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/gate_speed.py --output .cache/bench/gate.json
 	$(BIN)/python benchmarks/evaluation_speed.py --output .cache/bench/evaluation.json
 	$(BIN)/python benchmarks/training_speed.py --output .cache/bench/training.json
+	$(BIN)/python benchmarks/precision.py --output .cache/bench/precision.json
 	$(BIN)/python benchmarks/performance.py --gather .cache/bench
 	$(BIN)/python benchmarks/thread_binding.py
 	$(BIN)/python benchmarks/dry_run.py

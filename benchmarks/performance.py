@@ -13,7 +13,8 @@ from pharos.errors import explained
 from pharos.runtime.artifacts import read_artifact, write_text_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
-BENCHES = ("gate", "evaluation", "training")
+BENCHES = ("gate", "evaluation", "training", "precision")
+ON_A_GPU = BENCHES[1:3]  # all that benchmarks/gpu.sh runs
 # A ratio of the files, what it means, and what it is to be at least.
 TARGETS = (
     ("evaluation_two_answers", "evaluation, two answers, beside lm-evaluation-harness", 3.0),
@@ -49,7 +50,7 @@ def gather(folder):
     found = {
         name: read_artifact(folder / f"{name}.json", "benchmark")
         for name in BENCHES
-        if name != "gate" or (folder / "gate.json").exists()  # no part of what a GPU is asked
+        if name in ON_A_GPU or (folder / f"{name}.json").exists()
     }
     ratios = {}
     for artifact in found.values():
@@ -72,6 +73,7 @@ def page(results):
         _evaluation(evaluation["result"]),
         "## Training",
         _training(training["result"]),
+        *_precision(results),
         *_gate(results),
         "## How it is measured",
         HOW,
@@ -87,7 +89,7 @@ def _machine(results):
     commit = artifact["provenance"]["commit"] or "unknown"
     changed = ", with changes" if artifact["provenance"]["dirty"] else ""
     cpus = artifact["context"]["machine_cpus"]
-    busy = max(results[name]["result"]["busy_cpus_of_others"] for name in BENCHES[1:])
+    busy = max(results[name]["result"]["busy_cpus_of_others"] for name in ON_A_GPU)
     lines = [
         f"Model: {result['model']} ({result['architecture']}, "
         f"{result['parameters'] / 1e6:,.0f} million weights), {result['dtype']}, which "
@@ -198,6 +200,36 @@ def _training(result):
     )
 
 
+def _precision(results):
+    if "precision" not in results:
+        return []
+    result = results["precision"]["result"]
+    rows = [
+        [
+            name,
+            f"{run['f1']['value']:.3f} ({run['f1']['low']:.3f}–{run['f1']['high']:.3f})",
+            run["first_verdicts_differing"],
+            run["verdicts_differing"],
+            run["settled"],
+            f"{run['movement']['median']:.3f}, {run['movement']['largest']:.3f}",
+            f"{run['ask_s']:.0f} + {run['settle_s']:.0f}",
+        ]
+        for name, run in result["runs"].items()
+    ]
+    asked = "The model with the adapter of the default run" if result["adapter"] else "The base"
+    text = (
+        f"{asked} is asked about {result['n']} held-out events in each precision; verdicts are "
+        "held against those of the float32 run, first as they are scored, then after the fragile "
+        "ones were settled in float32 of the same weights. What then differs under nf4 is what 4 "
+        "bits cost. `nf4/float32` keeps the weights in 4 bits and multiplies in float32."
+    )
+    head = [
+        "weights/arithmetic", "F1 (interval)", "verdicts that differ first", "then", "settled",
+        "margin moved by (median, largest)", "seconds: asking + settling",
+    ]  # fmt: skip
+    return ["## Precision", text, _table(head, rows)]
+
+
 def _gate(results):
     if "gate" not in results:
         return []
@@ -243,7 +275,7 @@ def _range(value, shown):
 
 def _table(head, rows):
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def main():

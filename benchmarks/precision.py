@@ -4,12 +4,15 @@ The default model is asked about the same events in each precision. Verdicts are
 those of the float32 run, as first scored and after settling. Those of a 4-bit run are settled
 with its 4-bit weights, so what then differs is what 4 bits cost in accuracy.
 
-    python benchmarks/precision.py [--events 120] [--model FOLDER] [--output FILE.json]
+    python benchmarks/precision.py [--events 120] [--adapter FOLDER] [--model FOLDER]
+                                   [--output FILE.json]
+
+With --adapter (results/finetune/MODEL/TASK/seedN/ADAPTER, say) the model answers with it.
 """
 
 from pathlib import Path
 
-from ground import RUNNING, Ground, parser
+from ground import RUNNING, Ground, busy_cpus_of_others, parser
 
 from pharos.evaluate.metrics import measure
 from pharos.evaluate.prompts import PromptBuilder
@@ -24,10 +27,12 @@ RUNS = {
 }
 
 
-def answers(ground, changes, items):
+def answers(ground, changes, items, adapter):
     """Predictions, metrics and facts of one precision."""
     settings = ground.config["evaluation"]
-    loaded = load_model(ground.fetched, ground.model_config | changes, ground.device, exact=True)
+    loaded = load_model(
+        ground.fetched, ground.model_config | changes, ground.device, adapter, exact=True
+    )
     builder = PromptBuilder(loaded.tokenizer, ground.task["prompt"])
     predictions, facts = evaluate_items(loaded, builder, items, settings)
     return predictions, measure(predictions, settings), facts
@@ -56,23 +61,28 @@ def main():
     """Ask in each precision, print, and write the artifact where one is asked for."""
     options = parser(__doc__.splitlines()[0], Path(__file__).name)
     options.add_argument("--events", type=int, default=120)
+    options.add_argument("--adapter", type=Path)
     args = options.parse_args()
     ground = Ground(args)
     items = ground.items("test", args.events)
-    result, exact = {"n": len(items), "model_version": ground.fetched["version"]}, None
+    result = {"n": len(items), "model_version": ground.fetched["version"]}
+    result |= {"adapter": args.adapter is not None, "runs": {}}
+    exact = None
     print(f"{len(items)} events\n{'':14}   F1      differing   settled  moved      seconds")
     print(f"{'':14}           first  then           95 %   most   asked  settled")
     for run, changes in RUNS.items():
-        predictions, measured, facts = answers(ground, changes, items)
+        predictions, measured, facts = answers(ground, changes, items, args.adapter)
         exact = predictions if exact is None else exact
         found = beside(predictions, exact)
         settled, timing = facts["result"]["settled"], facts["timing"]
-        result[run] = {
+        result["runs"][run] = {
             **found,
             "f1": measured["metrics"]["f1"],
             "accuracy": measured["metrics"]["accuracy"],
             "fragile": facts["result"]["fragile"],
-            "settled": settled,
+            "settled": settled["count"] if settled else 0,
+            "ask_s": timing["ask_s"],
+            "settle_s": timing["settle_s"],
         }
         print(
             f"{run:14} {measured['metrics']['f1']['value']:6.3f} "
@@ -81,6 +91,7 @@ def main():
             f"{found['movement']['largest']:6.3f} {timing['ask_s']:7.1f} {timing['settle_s']:7.1f}"
         )
     if args.output is not None:
+        result |= {"busy_cpus_of_others": busy_cpus_of_others(), "ratios": {}}
         config = ground.config["evaluation"]
         RUNNING.write(args.output, "benchmark", inputs=[], config=config, result=result)
 
