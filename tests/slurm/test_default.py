@@ -25,7 +25,7 @@ def test_the_embedded_default_runs_from_start_to_end(cluster, tmp_path):
         assert {row["Partition"] for row in ran} == {"gpu" if on_gpu else "cpu"}, rule
         assert {"gres/gpu=1" in row["AllocTRES"] for row in ran} == {on_gpu}, rule
     artifacts = list(workspace.artifacts())
-    assert len(artifacts) == 12
+    assert len(artifacts) == 11
     for file, artifact in artifacts:
         context = artifact["context"]
         cpus = int(rows[context["slurm"]["job_id"]]["AllocCPUS"])
