@@ -88,3 +88,10 @@ def jobs_in(done):
     table = lines[lines.index("Job stats:") + 3 :]
     rows = [line.split() for line in table[: table.index("")] if line.strip()]
     return {name: int(count) for name, count in rows if name not in ("total", "all")}
+
+
+class RealWorkspace(Workspace):
+    """One for the real model, which is kept beside the checkout, so that it is fetched once."""
+
+    def environment(self):
+        return {**super().environment(), "PHAROS_CACHE": str(ROOT / ".cache" / "pharos")}

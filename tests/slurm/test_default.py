@@ -3,14 +3,11 @@
 import pytest
 
 from slurm_workspace import SlurmWorkspace
-from workspaces import ROOT
+from workspaces import ROOT, RealWorkspace
 
 
-class DefaultWorkspace(SlurmWorkspace):
-    """Keeps the fetched model beside the checkout, so that it is fetched once."""
-
-    def environment(self):
-        return {**super().environment(), "PHAROS_CACHE": str(ROOT / ".cache" / "pharos")}
+class DefaultWorkspace(RealWorkspace, SlurmWorkspace):
+    pass
 
 
 @pytest.mark.slow

@@ -5,14 +5,7 @@ import json
 import pytest
 import yaml
 
-from conftest import ROOT, Workspace
-
-
-class RealWorkspace(Workspace):
-    """Keeps the fetched model beside the checkout, so that it is fetched once."""
-
-    def environment(self):
-        return {**super().environment(), "PHAROS_CACHE": str(ROOT / ".cache" / "pharos")}
+from workspaces import ROOT, RealWorkspace
 
 
 @pytest.mark.end_to_end
