@@ -47,6 +47,7 @@ LORA = {
     "rank": 16, "alpha": 32, "dropout": 0.0, "learning_rate": 1e-3, "warmup_share": 0.1,
     "weight_decay": 0.0, "max_grad_norm": 1.0, "epochs": 1, "batch_size": 8, "max_tokens": 8192,
     "seed": 0, "checkpoint_every_steps": 20, "checkpoint_every_minutes": 10,
+    "processes": 1, "shard_base": False,
     "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }  # fmt: skip
 # (what, words a prompt, prompts, settings)

@@ -48,6 +48,7 @@ def load_config(raw: Mapping[str, Any], schema_path: Path | str) -> dict[str, An
     _check_adapter_keys(config)
     filled: dict[str, Any] = _fill_defaults(config, schema, schema)
     _check_references(filled)
+    _check_shards(filled)
     _check_corpora(filled)
     return filled
 
@@ -294,6 +295,21 @@ def _check_adapter_keys(config: dict[str, Any]) -> None:
                 )
         if "dir" in adapter and not Path(adapter["dir"]).is_dir():
             raise InputError(f"{where}.dir: no folder {adapter['dir']!r}")
+
+
+def _check_shards(config: dict[str, Any]) -> None:
+    """Weights in shards take more than one process, and weights that are not packed into 4 bits."""
+    for name, adapter in config["adapters"].items():
+        if not adapter.get("shard_base"):
+            continue
+        where = f"config: adapters.{name}.shard_base"
+        if adapter["processes"] == 1:
+            raise InputError(f"{where}: needs processes: 2 or more")
+        for model in adapter["models"]:
+            if config["models"][model]["precision"] == "nf4":
+                raise InputError(
+                    f"{where}: model {model!r} has precision: nf4, which has no shards"
+                )
 
 
 def _check_corpora(config: dict[str, Any]) -> None:

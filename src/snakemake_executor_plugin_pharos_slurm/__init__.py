@@ -290,7 +290,8 @@ class Executor(stock.Executor):
             f"{self.get_python_executable()} -m snakemake"
         )
         step = ["srun", "-n1", "--cpu-bind=q", get_node_setting(job)]
-        step += [get_cpu_setting(job, bool(job.resources.get("gpu"))), get_gpu_setting(job)]
+        step += [get_cpu_setting(job, bool(job.resources.get("gpu")))]
+        step.append(for_each_process(get_gpu_setting(job), job))
         srun = "" if job.resources.get("mpi") else " ".join(filter(None, step))
         return f"{before}{srun}", f"{snakemake}{arguments}"
 
@@ -336,7 +337,8 @@ class Executor(stock.Executor):
         call = get_submit_command(
             job, parameters, settings=settings, failed_nodes=self._failed_nodes
         )
-        return str(call + set_gres_string(job) + stop_signal(job))
+        gpus = for_each_process(set_gres_string(job), job)
+        return str(call + gpus + stop_signal(job))
 
     def _request_of(self, job: Any) -> str:
         return digest_of(shlex.split(self._call(job)))
@@ -597,6 +599,19 @@ def stop_signal(job: Any) -> str:
     if not ahead_s or not minutes:
         return ""
     return f" --signal=USR1@{min(ahead_s, 30 * minutes)}"
+
+
+def for_each_process(options: str, job: Any) -> str:
+    """The plugin's options for GPUs, asking as much for each process that shares the job."""
+    processes = job.resources.get("gpu_processes") or 1
+    asked = options
+    for option in options.split() if processes > 1 else ():
+        name, _, value = option.partition("=")
+        parts = value.split(":")
+        if name == "--gpus" or parts[0] == "gpu":
+            each = int(parts.pop()) if parts[-1].isdigit() else 1
+            asked = asked.replace(option, f"{name}={':'.join([*parts, str(each * processes)])}")
+    return asked
 
 
 def is_live(state: str | None) -> bool:

@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 import time
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -392,6 +393,25 @@ class Job:
 
     def is_group(self):
         return False
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_two"),
+    [
+        ("", ""),
+        (" --gres=gpu", " --gres=gpu:2"),
+        (" --gres=gpu:1", " --gres=gpu:2"),
+        (" --gres=gpu:a100", " --gres=gpu:a100:2"),
+        (" --gres=gpu:a100_3g.20gb:2", " --gres=gpu:a100_3g.20gb:4"),
+        (" --gres=shard:1 --gpus=1", " --gres=shard:1 --gpus=2"),
+        (" --gpus=h100:1", " --gpus=h100:2"),
+    ],
+)
+def test_processes_that_share_a_job_get_a_gpu_each(asked, of_two):
+    one, two = (types.SimpleNamespace(resources={"gpu_processes": n}) for n in (1, 2))
+    assert plugin.for_each_process(asked, types.SimpleNamespace(resources={})) == asked
+    assert plugin.for_each_process(asked, one) == asked
+    assert plugin.for_each_process(asked, two) == of_two
 
 
 def test_leftovers_are_taken_over_cancelled_or_forgotten_before_anything_starts(

@@ -663,10 +663,11 @@ def test_gradients_added_up_in_parts_are_those_of_the_batch(loaded, builder, at_
     model = with_lora(loaded)
     with packed_model(model):
         shared = opening_of(examples)
-        whole = add_gradients(model.get_base_model(), examples, shared, "cpu", 7)
+        learned = sum(example.answer_length for example in examples)
+        whole = add_gradients(model.get_base_model(), examples, shared, "cpu", 7, learned)
         expected = gradients(model)
         model.zero_grad()
-        loss = add_gradients(model.get_base_model(), examples, shared, "cpu", at_once)
+        loss = add_gradients(model.get_base_model(), examples, shared, "cpu", at_once, learned)
         found = gradients(model)
     assert loss == pytest.approx(whole, rel=1e-6)
     assert relative_difference(found, expected) < 1e-5

@@ -88,7 +88,15 @@ def add_tiny_lora(net, **settings):
     return add_lora(net, settings, {"base_model_name_or_path": "x", "revision": "y"})
 
 
-LORA = {"rank": 8, "alpha": 16, "dropout": 0.0, "targets": EVERY, "seed": 0}
+LORA = {
+    "rank": 8,
+    "alpha": 16,
+    "dropout": 0.0,
+    "targets": EVERY,
+    "seed": 0,
+    "processes": 1,
+    "shard_base": False,
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,7 +185,7 @@ def published(name, precision="full"):
 
 
 WATCH = Prompts(1140, 135, 145, 40, answer=2, both=4, deviation=4)
-LORA_16 = {"rank": 16, "targets": EVERY, "dropout": 0.0}
+LORA_16 = {"rank": 16, "targets": EVERY, "dropout": 0.0, "processes": 1, "shard_base": False}
 
 
 def test_lora_on_seven_billion_weights_takes_what_was_reported():
@@ -186,6 +194,27 @@ def test_lora_on_seven_billion_weights_takes_what_was_reported():
         settings = {**LORA_16, "batch_size": batch}
         need = training_need(published("Qwen2.5-7B-Instruct"), "cuda", "bfloat16", settings, WATCH)
         assert least < need.gpu < 24e9
+
+
+def test_processes_share_a_batch_and_with_shards_the_weights():
+    model = published("Qwen2.5-7B-Instruct")
+
+    def need(device="cuda", **changes):
+        settings = {**LORA_16, "batch_size": 8, **changes}
+        return training_need(model, device, "bfloat16", settings, WATCH)
+
+    alone, half = need(), need(batch_size=4)
+    two, shards = need(processes=2), need(processes=2, shard_base=True)
+    assert (two.gpu, two.weights, two.host) == (half.gpu, half.weights, 2 * half.host)
+    assert two.gpu < alone.gpu
+    assert two.weights / 2 < shards.weights < 0.75 * two.weights
+    assert two.gpu - shards.gpu == two.weights - shards.weights
+    # One process after the other reads the model.
+    assert shards.host == two.host - model.file_bytes
+    eight = need(processes=8, shard_base=True)
+    assert eight.weights < 0.4 * two.weights
+    on_cpu = need("cpu", processes=2, shard_base=True)
+    assert on_cpu.host < need("cpu", processes=2).host
 
 
 def test_fourteen_billion_weights_in_four_bits_fit_a_gpu_of_16_gb():

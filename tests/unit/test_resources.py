@@ -102,6 +102,21 @@ def test_a_faster_gpu_more_threads_and_more_events_count(place, sweep, three_bil
     assert fewer.training("qwen2.5-3b-instruct", "watch", "lora-r16").flops < job.flops / 10
 
 
+def test_processes_share_the_work_of_a_training_and_not_its_start(place, sweep, three_billion):
+    fetch(place, "qwen2.5-3b-instruct", three_billion)
+    shared = {"lora-r16": {**sweep["adapters"]["lora-r16"], "processes": 4}}
+    one, four = (
+        Jobs(config, place / "results").training("qwen2.5-3b-instruct", "watch", "lora-r16")
+        for config in (sweep, {**sweep, "adapters": shared})
+    )
+    assert (one.processes, four.processes) == (1, 4)
+    assert one.seconds(A100, 2) / 4 < four.seconds(A100, 2) < one.seconds(A100, 2)
+    # On a CPU they share its threads.
+    assert four.seconds(Device("cpu"), 8) == one.seconds(Device("cpu"), 8)
+    assert four.mem_mb() > 3 * one.mem_mb()
+    assert four.gpu_mb < one.gpu_mb
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "faster_than"),
     [

@@ -194,6 +194,21 @@ def test_a_run_killed_in_training_goes_on_from_its_checkpoint(finished, workspac
     assert planned(workspace) == {}
 
 
+def test_processes_share_a_training_of_the_workflow(copy, tiny_model):
+    before = artifacts(copy)[TRAINING]
+    shared = {"rank": 2, "alpha": 4, "batch_size": 4, "processes": 2}
+    copy.configure(tiny_config(tiny_model, adapters={"lora": shared}))
+    copy.run(TRAINING)
+    after = artifacts(copy)[TRAINING]
+    Draft202012Validator(SCHEMA).validate(after)
+    assert after["result"]["losses"] == pytest.approx(before["result"]["losses"], rel=1e-5)
+    assert (before["result"]["processes"], after["result"]["processes"]) == ([1], [2])
+    assert "processes" not in before["platform"]
+    assert after["platform"]["processes"] == 2
+    # The two share the threads that the rule may use.
+    assert after["context"]["bound_threads"] == max(1, before["context"]["bound_threads"] // 2)
+
+
 def test_a_second_coordinator_on_the_same_results_is_refused(workspace, tiny_model):
     slow = {"rank": 2, "alpha": 4, "batch_size": 1, "epochs": 400}
     workspace.configure(tiny_config(tiny_model, adapters={"lora": slow}))

@@ -236,6 +236,11 @@ def asked_for(rule):
     }
 
 
+def gpu_processes(adapter):
+    """How many processes of a training take a GPU each; 1 where models run on the CPU."""
+    return ADAPTERS[adapter]["processes"] if CONFIG["device"] == "cuda" else 1
+
+
 def check_fit(rule, made, *job):
     """Refuse a job that no GPU of its partition can hold, when the plan is first made."""
     key = (rule, *job)

@@ -34,6 +34,8 @@ rule finetune:
     threads: 8
     resources:
         **asked_for("finetune"),
+        # What the profile asks for in GPUs is asked for each of them (the Slurm executor).
+        gpu_processes=lambda wc: gpu_processes(wc.adapter),
     params:
         cells=lambda wc: [training_cell(wc.model, wc.task, wc.seed, wc.adapter)],
     script:

@@ -267,7 +267,7 @@ def totals(rows: Sequence[Row], done: int, places: Mapping[str, Place]) -> Itera
     for row in rows:
         if row.job is not None:
             place = places[row.rule]
-            units = 1 if place.device.name == "cuda" else place.threads
+            units = row.job.processes if place.device.name == "cuda" else place.threads
             asked += units * row.count * _minutes(row.job, place) / 60
             expected += units * row.count * row.job.seconds(place.device, place.threads) / 3600
     kind = "GPU" if any(place.device.name == "cuda" for place in places.values()) else "CPU"

@@ -6,7 +6,7 @@ each model, task and variant and kept. Nothing here imports torch.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class Job:
 
     ``need`` is with batches as configured, ``least`` with one prompt or example at a time, to
     which a job comes down by itself where more does not fit. ``flops`` are operations of which
-    ``steps`` batches have a part each.
+    ``steps`` batches have a part each. On GPUs, ``processes`` share the work, each with one.
     """
 
     rule: str
@@ -110,6 +110,7 @@ class Job:
     file_bytes: int
     dtype: str
     precision: str
+    processes: int = 1
 
     def mem_mb(self, attempt: int = 1) -> int:
         """Memory of the host to ask for, in 10^6 bytes; half as much again each attempt."""
@@ -125,7 +126,7 @@ class Job:
         """How long it is expected to take, without a margin."""
         work = self.flops / device.flops(self.dtype, self.precision, threads)
         if device.name == "cuda":
-            work = max(work, self.steps * self.layers * STEP_S_A_LAYER)
+            work = max(work / self.processes, self.steps * self.layers * STEP_S_A_LAYER)
         return START_S + 2 * self.file_bytes / READ_BYTES_PER_S + work
 
     def minutes(self, device: Device, threads: int, attempt: int = 1, ahead_s: float = 0.0) -> int:
@@ -258,9 +259,8 @@ class Jobs:
             tokens * _through_layers(shape) + reads * _through_output(shape)
         )
         # Forward and backward.
-        return self._job(
-            shape, (rule, model, task, variant), (need, least), flops, 2 * steps, dtype
-        )
+        job = self._job(shape, (rule, model, task, variant), (need, least), flops, 2 * steps, dtype)
+        return replace(job, processes=settings["processes"])
 
     def _job(
         self,

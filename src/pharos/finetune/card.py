@@ -49,6 +49,7 @@ tags:
 | trained parameters | {parameters["trainable"]:,} of {parameters["total"]:,} \
 ({parameters["share"]:.2%}) |
 | steps | {facts["steps"]}, {tokens["learned"]:,} tokens learned |
+| processes that shared each step | {", then ".join(map(str, facts["processes"]))} |
 | loss at the end | {facts["final_loss"]:.4f} (mean of the last {facts["final_steps"]} steps) |
 
 The loss is the mean cross-entropy over the answers' tokens, each with the token that ends it.

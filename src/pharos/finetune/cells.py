@@ -9,6 +9,7 @@ from pharos.corpus.items import Item, held_out_items, train_items
 from pharos.errors import PharosError
 from pharos.evaluate.prompts import PromptBuilder
 from pharos.finetune.data import check_contamination
+from pharos.finetune.team import ALONE, Team
 from pharos.finetune.train import Training, train_adapter
 from pharos.models.load import LoadedModel
 from pharos.runtime.log import log_event
@@ -35,7 +36,7 @@ class Cell:
 
 
 def train_cells(
-    loaded: LoadedModel, base: Mapping[str, str], cells: Sequence[Cell]
+    loaded: LoadedModel, base: Mapping[str, str], cells: Sequence[Cell], team: Team = ALONE
 ) -> Iterator[tuple[Cell, Training]]:
     """Train one adapter after the other; each comes out as from a job of its own.
 
@@ -49,6 +50,8 @@ def train_cells(
         :func:`pharos.finetune.train.train_adapter` takes them. The base stays as it is.
     cells
         The trainings; their order does not matter.
+    team
+        The processes that share them, as :func:`pharos.finetune.train.train_adapter` takes it.
 
     Yields
     ------
@@ -67,7 +70,7 @@ def train_cells(
             builder = PromptBuilder(loaded.tokenizer, cell.settings["prompt"])
             settings = cell.settings["adapter"]
             training = train_adapter(
-                loaded, builder, own, settings, base, cell.out, cell.checkpoints
+                loaded, builder, own, settings, base, cell.out, cell.checkpoints, team
             )
         except PharosError as error:
             if len(cells) == 1:

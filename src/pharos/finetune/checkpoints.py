@@ -11,7 +11,7 @@ state.
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pharos.errors import CheckFailed
 from pharos.runtime.artifacts import sha256_file, write_bytes_atomic, write_text_atomic
 from pharos.runtime.log import log_event, warn
 
-FORMAT = 3
+FORMAT = 4
 KEPT = 2
 
 
@@ -31,8 +31,9 @@ class State:
     """Where a run stands after ``step`` steps.
 
     ``losses`` has one entry a step. ``at_once`` is how many examples are run at a time, ``None``
-    as long as whole batches fit, and ``passes`` how often some were run. ``seconds`` is the time
-    spent on these steps, and ``resumed_from`` the steps at which the run was taken up again:
+    as long as whole batches fit, and ``computed`` the tokens that went through the model.
+    ``processes`` has every number of processes that shared the steps, in order. ``seconds`` is the
+    time spent on these steps, and ``resumed_from`` the steps at which the run was taken up again:
     facts about the run, not about its result. ``platforms`` has the fingerprint of every platform
     that it ran on, in order.
     """
@@ -40,10 +41,14 @@ class State:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     at_once: int | None = None
-    passes: int = 0
+    computed: int = 0
+    processes: list[int] = field(default_factory=list)
     seconds: float = 0.0
     resumed_from: list[int] = field(default_factory=list)
     platforms: list[str] = field(default_factory=list)
+
+
+STATE = tuple(State.__dataclass_fields__)
 
 
 def run_folder(checkpoint_dir: Path | str, run_digest: str) -> Path:
@@ -78,13 +83,8 @@ def save_checkpoint(
             "format": FORMAT,
             "run": run_digest,
             "sha256": sha256_file(weights),
-            "step": state.step,
-            "losses": state.losses,
-            "at_once": state.at_once,
-            "passes": state.passes,
+            **asdict(state),
             "seconds": round(state.seconds, 3),
-            "resumed_from": state.resumed_from,
-            "platforms": state.platforms,
         }
         write_text_atomic(record, json.dumps(content) + "\n")
     except OSError as error:
@@ -126,8 +126,7 @@ def load_checkpoint(
             warn(f"{record}: damaged ({error}); going back to the checkpoint before it")
             _remove(folder, step)
             continue
-        keys = ("losses", "at_once", "passes", "seconds", "resumed_from", "platforms")
-        return State(step, *(content[key] for key in keys)), tensors
+        return State(**{key: content[key] for key in STATE}), tensors
     return None
 
 

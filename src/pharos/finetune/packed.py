@@ -9,6 +9,7 @@ learned. In exact arithmetic, loss and gradients are those of the plain loop.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,14 +91,19 @@ def batch_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def add_gradients(
-    model: Any, examples: Sequence[Example], shared: int, device: str, at_once: int
+    model: Any,
+    examples: Sequence[Example],
+    shared: int,
+    device: str,
+    at_once: int,
+    learned: float,
 ) -> float:
-    """Add the gradients of the batch's loss to the parameters; returns the loss.
+    """Add what ``examples`` give to the batch's loss and its gradients; returns their loss.
 
-    At most ``at_once`` examples are run at a time. Every part counts by the tokens that it
-    learns, so that the sum is the mean over the tokens of the whole batch, however it is cut.
+    The batch learns ``learned`` tokens, these examples some or all of them. At most ``at_once``
+    examples are run at a time. Every part counts by the tokens that it learns, so that the sum is
+    the mean over the tokens of the whole batch, however it is cut.
     """
-    learned = sum(example.answer_length for example in examples)
     loss = 0.0
     for start in range(0, len(examples), at_once):
         part = examples[start : start + at_once]
@@ -106,6 +112,12 @@ def add_gradients(
         part_loss.backward()  # type: ignore[no-untyped-call]
         loss += part_loss.item()
     return loss
+
+
+def computed_tokens(examples: Sequence[Example], shared: int, at_once: int) -> int:
+    """Tokens that :func:`add_gradients` runs through the model."""
+    rows = math.ceil(len(examples) / at_once)
+    return sum(len(example.ids) - 1 - shared for example in examples) + rows * shared
 
 
 @contextlib.contextmanager

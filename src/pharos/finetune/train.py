@@ -1,5 +1,6 @@
 """LoRA fine-tuning: one plain loop that can be killed at any step and goes on exactly there."""
 
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -24,18 +25,19 @@ from pharos.finetune.data import (
     encode_examples,
     random_seed,
 )
-from pharos.finetune.packed import add_gradients, check_packing, packed_model
+from pharos.finetune.packed import add_gradients, check_packing, computed_tokens, packed_model
+from pharos.finetune.team import ALONE, Team
 from pharos.models.fitting import attempt
 from pharos.models.load import LoadedModel
-from pharos.runtime.artifacts import digest_of, sha256_file, write_bytes_atomic
+from pharos.runtime.artifacts import digest_of, write_bytes_atomic
 from pharos.runtime.job import collect_stopping_signals
 from pharos.runtime.log import Progress, log_event, warn
 from pharos.runtime.platform import describe_platform
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
-# Not part of what a run is: they change nothing that comes out.
-WHEN_TO_SAVE = ("checkpoint_every_steps", "checkpoint_every_minutes")
+# Not part of what a run is: it goes on from its checkpoints when these change.
+HOW_TO_RUN = ("checkpoint_every_steps", "checkpoint_every_minutes", "processes", "shard_base")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def train_adapter(
     base: Mapping[str, str],
     out_dir: Path | str,
     checkpoint_dir: Path | str,
+    team: Team = ALONE,
 ) -> Training:
     """Train one LoRA adapter and write it as a peft folder.
 
@@ -87,6 +90,10 @@ def train_adapter(
     checkpoint_dir
         Where checkpoints are written and looked for. They stay until
         :func:`pharos.finetune.checkpoints.clear_checkpoints`.
+    team
+        The processes that share every batch; all call this with the same arguments, and the
+        first alone writes. Their number changes the result by rounding, and with ``dropout`` by
+        what is dropped.
 
     Raises
     ------
@@ -103,7 +110,7 @@ def train_adapter(
     digests = {"data": data_digest(examples)}
     run_digest = digest_of(
         {
-            "adapter": {k: v for k, v in adapter_config.items() if k not in WHEN_TO_SAVE},
+            "adapter": {k: v for k, v in adapter_config.items() if k not in HOW_TO_RUN},
             "base": dict(base),
             "data": digests["data"],
             "dtype": loaded.dtype,
@@ -116,8 +123,9 @@ def train_adapter(
         adapted_model(loaded.model, adapter_config, base) as model,
     ):
         check_packing(model, examples[:2], shared, loaded.dtype)
+        checkpoints = Path(checkpoint_dir)
         state = _train(
-            model, loaded, examples, shared, adapter_config, Path(checkpoint_dir), run_digest
+            model, loaded, examples, shared, adapter_config, checkpoints, run_digest, team
         )
         weights, peft_config = adapter_files(model)
         trainable, total = model.get_nb_trainable_parameters()
@@ -127,16 +135,19 @@ def train_adapter(
         "total": total,
         "share": round(trainable / total, 6),
     }
-    out_dir = Path(out_dir)
-    _clear_folder(out_dir)
-    write_bytes_atomic(out_dir / "adapter_model.safetensors", weights)
-    digests["adapter"] = sha256_file(out_dir / "adapter_model.safetensors")
+    digests["adapter"] = hashlib.sha256(weights).hexdigest()
     facts["digests"] = digests
-    card = model_card(base, adapter_config, facts, builder.prompt_text("{text}"), builder.answers)
-    write_bytes_atomic(out_dir / "README.md", card.encode())
-    write_bytes_atomic(out_dir / "loss.svg", loss_figure(state.losses))
-    # Last: without it, nobody takes the folder for an adapter.
-    write_bytes_atomic(out_dir / "adapter_config.json", peft_config)
+    if team.leads:
+        prompt, answers = builder.prompt_text("{text}"), builder.answers
+        card = model_card(base, adapter_config, facts, prompt, answers)
+        files = {
+            "adapter_model.safetensors": weights,
+            "README.md": card.encode(),
+            "loss.svg": loss_figure(state.losses),
+            # Last: without it, nobody takes the folder for an adapter.
+            "adapter_config.json": peft_config,
+        }
+        _write_folder(Path(out_dir), files)
     tokens = facts["tokens"]["read"]
     timing = {
         "train_s": round(state.seconds, 3),
@@ -155,6 +166,7 @@ def _train(
     config: Mapping[str, Any],
     checkpoint_dir: Path,
     run_digest: str,
+    team: Team,
 ) -> State:
     """Run all steps that are still to do; the adapter in ``model`` is the trained one after."""
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -165,13 +177,15 @@ def _train(
     steps = steps_an_epoch * config["epochs"]
 
     state = State()
-    found = load_checkpoint(checkpoint_dir, run_digest)
+    # In turn: the leader clears away what is damaged.
+    found = team.in_turn(partial(load_checkpoint, checkpoint_dir, run_digest))
     if found is not None:
         state, tensors = found
         _restore(parameters, optimizer, tensors, state.step)
         state.resumed_from.append(state.step)
         log_event("resumed", step=state.step, steps=steps)
-    _note_platform(state, loaded)
+    team.check_same(digest_of([run_digest, state.step, state.at_once]))
+    _note_platform(state, loaded, team)
 
     with (
         Progress("finetune", steps, "step") as progress,
@@ -194,9 +208,11 @@ def _train(
             epoch, place = divmod(step, steps_an_epoch)
             batches = batches_of_epoch(len(examples), config["batch_size"], config["seed"], epoch)
             batch = [examples[k] for k in batches[place]]
-            seed = random_seed(config["seed"], "dropout", step)
+            purpose = "dropout" if team.leads else f"dropout {team.rank}"
+            seed = random_seed(config["seed"], purpose, step)
 
-            loss = _gradients(model, batch, shared, loaded.device, state, seed)
+            loss = _gradients(model, batch, shared, loaded.device, state, seed, team)
+            team.add_up(parameters.values())
             _check_finite(loss, "loss", step, steps)
             if step == first:
                 check_gradients(model)
@@ -214,6 +230,8 @@ def _train(
             last = state.step == steps
             due = state.step % config["checkpoint_every_steps"] == 0
             late = time.monotonic() - saved >= 60 * config["checkpoint_every_minutes"]
+            if not team.leads:
+                continue
             if due or late or last or stopped_by:
                 tensors = _tensors(parameters, optimizer)
                 save_checkpoint(checkpoint_dir, run_digest, state, tensors)
@@ -226,9 +244,9 @@ def _train(
     return state
 
 
-def _note_platform(state: State, loaded: LoadedModel) -> None:
+def _note_platform(state: State, loaded: LoadedModel, team: Team) -> None:
     """Keep the fingerprint of this platform; another one than before is no reason to lose work."""
-    facts = describe_platform(loaded.device, loaded.platform_dtype, loaded.attention)
+    facts = describe_platform(loaded.device, loaded.platform_dtype, loaded.attention, team.size)
     here = facts["fingerprint"]
     if state.platforms and state.platforms[-1] != here:
         warn(
@@ -237,6 +255,8 @@ def _note_platform(state: State, loaded: LoadedModel) -> None:
         )
     if state.platforms[-1:] != [here]:
         state.platforms.append(here)
+    if state.processes[-1:] != [team.size]:
+        state.processes.append(team.size)
 
 
 def learning_rate(step: int, steps: int, config: Mapping[str, Any]) -> float:
@@ -253,20 +273,39 @@ def learning_rate(step: int, steps: int, config: Mapping[str, Any]) -> float:
 
 
 def _gradients(
-    model: Any, batch: Sequence[Example], shared: int, device: str, state: State, seed: int
+    model: Any,
+    batch: Sequence[Example],
+    shared: int,
+    device: str,
+    state: State,
+    seed: int,
+    team: Team,
 ) -> float:
-    """The loss of a batch, whose gradients are in the parameters then.
+    """The loss of a batch; what this process's part adds to its gradients is in the parameters.
 
-    While memory runs out, the examples that are run at a time are halved. Their number stays, and
-    is in the checkpoints, so that a resumed run adds up the same parts.
+    While memory runs out, in whatever process, the examples that each runs at a time are halved.
+    Their number stays, and is in the checkpoints, so that a resumed run adds up the same parts.
     """
+    parts = team.parts(batch)
+    learned: float = sum(example.answer_length for example in batch)
+    if team.rank >= len(batch):  # what it runs along on is to count nothing
+        learned = math.inf
+    most = len(parts[0])
+    base = model.get_base_model()
     while True:
-        at_once = min(state.at_once or len(batch), len(batch))
+        at_once = most if team.shards else min(state.at_once or most, most)
         torch.manual_seed(seed)
-        base = model.get_base_model()
-        loss = attempt(partial(add_gradients, base, batch, shared, device, at_once))
+        own = attempt(
+            partial(add_gradients, base, parts[team.rank], shared, device, at_once, learned)
+        )
+        if own is None and team.shards:  # the others are in the middle of it, and cannot go back
+            raise CheckFailed(
+                f"a step of {len(batch)} examples does not fit into memory, and with shard_base a "
+                "step is not run in parts; take a smaller batch_size or more processes"
+            )
+        loss = team.total_loss(own)
         if loss is not None:
-            state.passes += math.ceil(len(batch) / at_once)
+            state.computed += sum(computed_tokens(part, shared, at_once) for part in parts)
             return loss
         model.zero_grad()
         if at_once == 1:
@@ -338,22 +377,25 @@ def _facts(
         "final_loss": sum(state.losses[-final:]) / final,
         "tokens": {
             "read": read,
-            "computed": read - shared * (len(examples) * epochs - state.passes),
+            "computed": state.computed,
             "learned": sum(example.answer_length for example in examples) * epochs,
             "shared_opening": shared,
         },
         "cut": cut_record({example.id: example.cut for example in examples}),
         "at_once": state.at_once,
+        "processes": state.processes,
     }
 
 
-def _clear_folder(folder: Path) -> None:
-    """Make ``folder``; what is left in it of an earlier or killed run is no adapter any more."""
+def _write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write an adapter; what an earlier or a killed run left in ``folder`` is none any more."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
     (folder / "adapter_config.json").unlink(missing_ok=True)
-    for name in ("adapter_model.safetensors", "adapter_config.json", "README.md", "loss.svg"):
+    for name in files:
         for leftover in folder.glob(f".{name}.*"):
             leftover.unlink(missing_ok=True)
+    for name, content in files.items():
+        write_bytes_atomic(folder / name, content)

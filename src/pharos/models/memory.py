@@ -9,7 +9,7 @@ against the peak of whole processes.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pharos.models.sizes import BYTES
@@ -185,10 +185,11 @@ def training_need(
     """Memory of a training: what a packed step keeps for its backward pass decides.
 
     ``adapter`` is the adapter's block of the configuration; the others are as in
-    :func:`evaluation_need`.
+    :func:`evaluation_need`. Of several ``processes`` the host holds all; the parts, and the GPU's
+    memory, are those of one.
     """
     size, widths = BYTES[dtype], model.sizes["widths"]
-    batch = min(adapter["batch_size"], prompts.count)
+    batch = math.ceil(min(adapter["batch_size"], prompts.count) / adapter["processes"])
     shared = prompts.shared if batch > 1 else 0
     # The largest of many batches of random prompts: three standard deviations above their mean.
     likely = batch * prompts.mean + 3 * prompts.deviation * math.sqrt(batch)
@@ -210,7 +211,7 @@ def training_need(
     # Before the first step, single examples are run with logits for every token.
     checking = (size + 2 * BYTES["float32"]) * prompts.longest * widths["vocabulary"]
     trained = lora_parameters(model.sizes, adapter["rank"], adapter["targets"])
-    return _need(
+    need = _need(
         model,
         device,
         dtype,
@@ -218,6 +219,26 @@ def training_need(
         optimiser=OPTIMISER_BYTES * trained,
         checkpoint=CHECKPOINT_BYTES * trained,
     )
+    return _of_all(need, model, size, adapter["processes"], adapter["shard_base"])
+
+
+def _of_all(need: Need, model: Model, size: int, processes: int, shards: bool) -> Need:
+    """What so many processes need that each need ``need``, or hold a shard of its weights.
+
+    With shards, the embedding and the output layer are whole in every process while a step runs,
+    and two other layers: one that is computed and one that is fetched. The whole model is in
+    memory of the host while one process after the other reads it.
+    """
+    if not shards:
+        return replace(need, host=processes * need.host)
+    embedding = model.sizes["embedding"]
+    layer = (model.sizes["parameters"] - embedding) // _layers(model.sizes)
+    held = min(need.weights, need.weights // processes + 2 * size * (embedding + layer))
+    spared = need.weights - held
+    if need.gpu:
+        host = processes * (need.host - model.file_bytes) + model.file_bytes
+        return replace(need, weights=held, host=host, gpu=need.gpu - spared)
+    return replace(need, weights=held, host=processes * (need.host - spared) + spared)
 
 
 def kept_per_token(model: Model, adapter: Mapping[str, Any], size: int) -> float:

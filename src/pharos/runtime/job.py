@@ -52,13 +52,14 @@ class Job:
         device: str = "cpu",
         dtype: str = "float64",
         attention: str | None = None,
+        processes: int = 1,
         timing: Mapping[str, Any] | None = None,
     ) -> None:
         """Write this job's JSON artifact; pools and platform are read back here, after the work.
 
-        ``device``, ``dtype`` and ``attention`` go into the platform; ``config`` is the part of
-        the configuration that applied. The wall time is since the job began, or since it wrote
-        its last artifact.
+        ``device``, ``dtype``, ``attention`` and ``processes`` go into the platform; ``config`` is
+        the part of the configuration that applied. The wall time is since the job began, or since
+        it wrote its last artifact.
         """
         started, self._started = self._started, time.monotonic()
         write_artifact(
@@ -66,7 +67,7 @@ class Job:
             kind,
             inputs=input_digests(inputs),
             provenance=provenance(config, seed),
-            platform=describe_platform(device, dtype, attention),
+            platform=describe_platform(device, dtype, attention, processes),
             context=run_context(self.binding),
             result=result,
             timing={"wall_s": round(self._started - started, 3), **(timing or {})},

@@ -22,7 +22,10 @@ ISA_LEVELS = (
 
 
 def describe_platform(
-    device: str = "cpu", dtype: str = "float64", attention: str | None = None
+    device: str = "cpu",
+    dtype: str = "float64",
+    attention: str | None = None,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """Describe the platform of this process, and give it a short fingerprint.
 
@@ -34,6 +37,9 @@ def describe_platform(
         The floating-point type of the computation.
     attention
         The attention path of the model; ``None`` where no model was run.
+    processes
+        How many processes added up their parts of the numbers; among the facts where it is more
+        than one.
 
     Returns
     -------
@@ -53,6 +59,8 @@ def describe_platform(
         "dtype": dtype,
         "attention": attention,
     }
+    if processes > 1:
+        facts["processes"] = processes
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return {"fingerprint": hashlib.sha256(text.encode()).hexdigest()[:16], **facts}
 
