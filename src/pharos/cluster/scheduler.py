@@ -32,6 +32,7 @@ STUCK = frozenset(
         "InvalidQOS",
         "JobHeldAdmin",
         "JobHeldUser",
+        "PartitionConfig",
         "PartitionInactive",
         "PartitionNodeLimit",
         "PartitionTimeLimit",
