@@ -46,28 +46,32 @@ def test_a_gpu_job_that_sees_no_gpu_fails_at_once_and_nothing_behind_it_starts(
     probed, workspace, tiny_model
 ):
     """The GPUs of this cluster are pretended, so torch sees none."""
-    workspace.configure(tiny_config(tiny_model, device="cuda"))
+    shared = {"lora": {"rank": 2, "alpha": 4, "batch_size": 4, "processes": 2}}
+    workspace.configure(tiny_config(tiny_model, device="cuda", adapters=shared))
     done = workspace.snakemake("--retries", "0", "probe", "all")
     assert done.returncode == 1
     before = {row["JobID"] for rows in probed[0].values() for row in rows}
-    states = {}
+    states, gpus = {}, {}
     for rule, rows in workspace.jobs(done).items():
         for row in rows:
             if row["JobID"] not in before:
                 states.setdefault(rule, []).append(row["State"])
+                gpus[rule] = "gres/gpu=2" in row["AllocTRES"]
     gpu_rules = ("probe", "evaluate", "finetune")
     # One evaluation, that of the base: the adapter's would have come later.
     assert [states.pop(rule) for rule in gpu_rules] == [["FAILED"]] * 3
+    # The profile asks for one, and for each of the processes that share a training.
+    assert {rule for rule in gpus if gpus[rule]} == {"finetune"}
     assert set(states) <= {"corpus", "shortcut_gate", "admit_corpus"}
-    for log in (
-        "probe/gpu.log",
-        "evaluate/tiny/watch/seed7/base.log",
-        "finetune/tiny/watch/seed1/lora.log",
+    for log, message in (
+        ("probe/gpu.log", NO_GPU),
+        ("evaluate/tiny/watch/seed7/base.log", NO_GPU),
+        ("finetune/tiny/watch/seed1/lora.log", "processes: 2 take a GPU each, and 0 are visible"),
     ):
         last = (workspace.folder / "results/logs" / log).read_text().splitlines()[-1]
         said = json.loads(last)
         assert said["event"] == "failed"
-        assert said["message"].startswith(NO_GPU), log
+        assert said["message"].startswith(message), log
 
 
 @pytest.mark.slow
