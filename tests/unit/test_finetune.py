@@ -813,6 +813,19 @@ def test_a_finished_run_whose_output_was_lost_is_not_trained_again(
     assert adapter_bytes(tmp_path) == weights
 
 
+def test_a_platform_that_only_writes_what_another_trained_takes_no_part_in_it(
+    loaded, builder, tmp_path, monkeypatch, capsys
+):
+    from pharos.finetune import train as module
+
+    first = train(loaded, builder, tmp_path)
+    monkeypatch.setattr(module, "describe_platform", lambda *_: {"fingerprint": "another"})
+    again = train(loaded, builder, tmp_path)
+    assert again.result == first.result
+    assert again.timing["platforms"] == first.timing["platforms"]
+    assert "another platform" not in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_other_settings_is_not_used_and_this_is_said(
     loaded, builder, tmp_path, capsys
 ):

@@ -185,7 +185,8 @@ def _train(
         state.resumed_from.append(state.step)
         log_event("resumed", step=state.step, steps=steps)
     team.check_same(digest_of([run_digest, state.step, state.at_once]))
-    _note_platform(state, loaded, team)
+    if state.step < steps:
+        _note_platform(state, loaded, team)
 
     with (
         Progress("finetune", steps, "step") as progress,
