@@ -85,7 +85,15 @@ def test_every_key_of_the_schema_has_a_description():
         ),
         (["adapters", "lora-r16", "tasks"], ["wach"], "unknown task 'wach'; did you mean watch?"),
         (["tasks", "watch", "test_events"], 10_000, "tasks.watch.test_events: 10000 is more than"),
-        (["tasks", "watch", "seeds", "train"], [7], "overlap in seed 7"),
+        (
+            ["tasks", "watch"],
+            {
+                **DEFAULT["tasks"]["watch"],
+                "seeds": {"train": [7], "test": [7]},
+                "train_events": 640,
+            },
+            "overlap in seed 7",
+        ),
         (["tasks", "watch", "seeds", "train"], [1, 2], "2 train seeds for 1 test seeds"),
         (["tasks", "watch", "seeds", "test"], [1, 1], "tasks.watch.seeds.test"),
         (["tasks", "watch", "prompt", "template"], "no text", "does not match"),
