@@ -50,6 +50,7 @@ def load_config(raw: Mapping[str, Any], schema_path: Path | str) -> dict[str, An
     _check_references(filled)
     _check_shards(filled)
     _check_corpora(filled)
+    _check_one_job_per_model(filled)
     return filled
 
 
@@ -393,6 +394,21 @@ def training_cells(config: Mapping[str, Any]) -> list[tuple[str, str, int, str]]
         for train, _ in seed_pairs(config["tasks"][task])
     )
     return list(dict.fromkeys(cells))
+
+
+def _check_one_job_per_model(config: Mapping[str, Any]) -> None:
+    """The trainings of one job share its processes, and how the base is held."""
+    if config["one_job_per"] != "model":
+        return
+    first: dict[str, str] = {}
+    for model, _, _, name in training_cells(config):
+        other = first.setdefault(model, name)
+        for key in ("processes", "shard_base"):
+            if config["adapters"][name][key] != config["adapters"][other][key]:
+                raise InputError(
+                    f"config: adapters.{name}.{key}: is not that of {other}, and both are trained "
+                    f"in one job of {model} (one_job_per: model); give both the same"
+                )
 
 
 def adapter_origin(adapter: Mapping[str, Any]) -> str | None:

@@ -223,3 +223,13 @@ def test_an_adapter_that_exists_takes_no_training_settings(adapter, message):
     with pytest.raises(InputError) as error:
         load_config(config, SCHEMA)
     assert message in str(error.value)
+
+
+def test_trainings_of_one_job_have_the_same_processes():
+    adapters = {"one": {"processes": 2}, "two": {}}
+    config = {**DEFAULT, "adapters": adapters}
+    assert load_config(config, SCHEMA)["one_job_per"] == "result"
+    with pytest.raises(InputError, match=r"^config: adapters\.two\.processes: is not that of one"):
+        load_config({**config, "one_job_per": "model"}, SCHEMA)
+    same = {**config, "adapters": {"one": {}, "two": {}}, "one_job_per": "model"}
+    assert load_config(same, SCHEMA)["one_job_per"] == "model"

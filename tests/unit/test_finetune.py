@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from pharos.corpus.contamination import check_contamination
 from pharos.corpus.items import Item
 from pharos.errors import CheckFailed, InputError
 from pharos.finetune import checkpoints
 from pharos.finetune.data import (
     Example,
     batches_of_epoch,
-    check_contamination,
     data_digest,
     encode_examples,
 )

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -360,3 +361,35 @@ def test_partitions_of_the_cluster_say_what_fits(all_fetched, sweep, place, monk
     fitting = sum(row.count for row in rows if row.job is not None and row.job.gpu_mb <= 16_000)
     assert 0 < fitting < 77
     assert small.startswith(f"partition small: t4, 16 GB: {fitting} of 77 jobs fit")
+
+
+def test_one_job_per_model_needs_the_largest_memory_and_the_time_of_all_on_one_load(
+    all_fetched, sweep, place
+):
+    jobs = Jobs(sweep, place / "results")
+    model = "qwen2.5-7b-instruct"
+    base, adapted = (jobs.evaluation(model, "watch", v) for v in ("base", "lora-r16"))
+    job = jobs.of_model("evaluate", model)
+    assert job.gpu_mb == max(base.gpu_mb, adapted.gpu_mb)
+    assert job.mem_mb() == max(base.mem_mb(), adapted.mem_mb())
+    apart = 7 * (base.seconds(A100, 2) + adapted.seconds(A100, 2))
+    loading = replace(base, flops=0, steps=0).seconds(A100, 2)
+    assert job.seconds(A100, 2) == pytest.approx(apart - 13 * loading)
+    training = jobs.of_model("finetune", model)
+    assert training.flops == 7 * jobs.training(model, "watch", "lora-r16").flops
+    assert jobs.of_model("evaluate", "mistral-7b-instruct-v0.3") is None
+
+
+def test_a_plan_of_one_job_per_model_lists_a_job_for_each(all_fetched, sweep, place):
+    together = {**sweep, "one_job_per": "model"}
+    jobs = Jobs(together, place / "results")
+    rows, done = plan.rows_of(together, jobs, place / "results")
+    assert [row.rule for row in rows] == ["evaluate"] * 6 + ["finetune"] * 4
+    assert all(row.count == 1 for row in rows)
+    assert (rows[0].variant, done) == ("14 in one", 0)
+    for seed in sweep["tasks"]["watch"]["seeds"]["test"]:
+        made = place / f"results/evaluate/llama-3.1-8b-instruct/watch/seed{seed}/base.json"
+        made.parent.mkdir(parents=True)
+        made.touch()
+    rows, done = plan.rows_of(together, jobs, place / "results")
+    assert (len(rows), done) == (9, 1)

@@ -3,6 +3,7 @@
 import errno
 import functools
 import itertools
+from collections import namedtuple
 from pathlib import Path
 
 import snakemake.common
@@ -21,6 +22,7 @@ from pharos.config import (
     evaluation_cells,
     load_config,
     seed_pairs,
+    training_cells,
 )
 from pharos.errors import InputError, explained
 from pharos.models.check import check_before_run
@@ -54,6 +56,7 @@ else:
 MODELS = CONFIG["models"]
 TASKS = CONFIG["tasks"]
 ADAPTERS = CONFIG["adapters"]
+ONE_JOB_PER_MODEL = CONFIG["one_job_per"] == "model"
 # By task: the corpus seed that an adapter was trained on, by the seed that it is tested on.
 TRAIN_SEEDS = {
     name: {test: train for train, test in seed_pairs(task)}
@@ -124,19 +127,73 @@ def tested_adapter(wc):
     return files
 
 
-def evaluation_settings(wc):
-    """What an evaluation depends on; one function, as Snakemake calls each for every job."""
-    made = f"results/evaluate/{wc.model}/{wc.task}/seed{wc.seed}/{wc.variant}.json"
-    check_fit("evaluate", made, wc.model, wc.task, wc.variant)
+def evaluation_files(wc):
+    """What an evaluation reads, by name."""
+    return {
+        **tested_adapter(wc),
+        "corpus": f"results/corpus/{wc.task}/seed{wc.seed}.jsonl",
+        "admission": f"results/gate/admission/{wc.task}/seed{wc.seed}.json",
+        "model": f"results/models/{wc.model}.json",
+    }
+
+
+def evaluation_cell(wc):
+    """One evaluation, as pharos.evaluate.cells.Cell takes it."""
+    made = f"results/evaluate/{wc.model}/{wc.task}/seed{wc.seed}/{wc.variant}"
+    check_fit("evaluate", f"{made}.json", wc.model, wc.task, wc.variant)
     task = TASKS[wc.task]
     trained = wc.variant != "base" and not adapter_source(wc.variant)
     return {
-        "model": MODELS[wc.model],
-        "device": CONFIG["device"],
-        "prompt": task["prompt"],
-        "train_events": task["train_events"] if trained else None,
-        "test_events": task["test_events"],
-        "evaluation": CONFIG["evaluation"],
+        "names": {
+            "model": wc.model,
+            "task": wc.task,
+            "seed": int(wc.seed),
+            "variant": wc.variant,
+        },
+        "files": evaluation_files(wc),
+        "outputs": [f"{made}.json", f"{made}.predictions.jsonl"],
+        "settings": {
+            "model": MODELS[wc.model],
+            "device": CONFIG["device"],
+            "prompt": task["prompt"],
+            "train_events": task["train_events"] if trained else None,
+            "test_events": task["test_events"],
+            "evaluation": CONFIG["evaluation"],
+        },
+    }
+
+
+def evaluations_of(wc):
+    """The evaluations of one job."""
+    if ONE_JOB_PER_MODEL:
+        return [evaluation_cell(cell) for cell in EVALUATIONS if cell.model == wc.model]
+    return [evaluation_cell(wc)]
+
+
+def files_of_evaluations(wc):
+    """What all evaluations of a model read."""
+    cells = [evaluation_files(one) for one in EVALUATIONS if one.model == wc.model]
+    return sorted({path for files in cells for path in files.values()})
+
+
+def trainings_of(wc):
+    """The trainings of one job."""
+    if ONE_JOB_PER_MODEL:
+        return [training_cell(*cell) for cell in TRAININGS if cell[0] == wc.model]
+    return [training_cell(wc.model, wc.task, wc.seed, wc.adapter)]
+
+
+def files_of_trainings(wc):
+    """What all trainings of a model read."""
+    corpora = sorted({cell[1:3] for cell in TRAININGS if cell[0] == wc.model})
+    return {
+        "corpora": [
+            f"results/corpus/{task}/seed{seed}.jsonl" for task, seed in corpora
+        ],
+        "admissions": [
+            f"results/gate/admission/{task}/seed{seed}.json" for task, seed in corpora
+        ],
+        "model": f"results/models/{wc.model}.json",
     }
 
 
@@ -215,7 +272,10 @@ CHECKED = set()
 
 def needed(rule, wc):
     """What a job needs; what is not known before the model is fetched shows as <TBD>."""
-    job = JOBS_OF[rule](wc.model, wc.task, wc.get("variant") or wc.adapter)
+    if ONE_JOB_PER_MODEL:
+        job = JOBS.of_model(rule, wc.model)
+    else:
+        job = JOBS_OF[rule](wc.model, wc.task, wc.get("variant") or wc.adapter)
     if job is None:
         path = f"results/models/{wc.model}.json"
         raise FileNotFoundError(errno.ENOENT, "not fetched yet", path)
@@ -239,6 +299,11 @@ def asked_for(rule):
 def gpu_processes(adapter):
     """How many processes of a training take a GPU each; 1 where models run on the CPU."""
     return ADAPTERS[adapter]["processes"] if CONFIG["device"] == "cuda" else 1
+
+
+def gpu_processes_of_model(wc):
+    """The same of all trainings of a model, which have as many each."""
+    return max(gpu_processes(cell[3]) for cell in TRAININGS if cell[0] == wc.model)
 
 
 def check_fit(rule, made, *job):
@@ -275,10 +340,15 @@ def check_models():
         check_before_run(MODELS, names["load"], names["fetch"])
 
 
-# One entry for each evaluation; (model, task, test seed, variant).
-EVALUATIONS = evaluation_cells(CONFIG)
-PROMOTIONS = [cell for cell in EVALUATIONS if cell[3] != "base"]
-TRAININGS = [cell for cell in PROMOTIONS if not adapter_source(cell[3])]
+# One entry for each evaluation, with its test seed.
+Evaluation = namedtuple("Evaluation", "model task seed variant")
+EVALUATIONS = [Evaluation(*cell) for cell in evaluation_cells(CONFIG)]
+PROMOTIONS = [cell for cell in EVALUATIONS if cell.variant != "base"]
+# One entry for each training; (model, task, train seed, adapter).
+TRAININGS = training_cells(CONFIG)
+TRAINED = sorted(
+    f"{model}/{task}/seed{seed}/{adapter}" for model, task, seed, adapter in TRAININGS
+)
 CORPORA = sorted(
     {
         (task, seed)
@@ -305,7 +375,7 @@ ARTIFACTS = {
         f"results/evaluate/{model}/{task}/seed{seed}/{variant}.json"
         for model, task, seed, variant in EVALUATIONS
     ],
-    "trainings": sorted({adapter_file(*cell, "training.json") for cell in TRAININGS}),
+    "trainings": [f"results/finetune/{folder}/training.json" for folder in TRAINED],
     "promotions": [
         f"results/gate/promotion/{model}/{task}/seed{seed}/{variant}.json"
         for model, task, seed, variant in PROMOTIONS
@@ -319,10 +389,10 @@ COMPANIONS = {
         for path in ARTIFACTS["evaluations"]
     },
     **{
-        adapter_file(*cell, "training.json"): [
-            adapter_file(*cell, name) for name in ADAPTER_FILES
+        f"results/finetune/{folder}/training.json": [
+            f"results/finetune/{folder}/{name}" for name in ADAPTER_FILES
         ]
-        for cell in TRAININGS
+        for folder in TRAINED
     },
 }
 

@@ -200,6 +200,8 @@ def rows_of(config: Mapping[str, Any], jobs: Jobs, results: Path) -> tuple[list[
         made = results / f"finetune/{model}/{task}/seed{seed}/{adapter}/training.json"
         done += made.exists()
         left["finetune", model, task, adapter] += not made.exists()
+    if config["one_job_per"] == "model":
+        return _rows_of_models(left, jobs)
     rows: dict[Any, Row] = {}
     for (rule, model, task, variant), count in left.items():
         if not count:
@@ -213,6 +215,25 @@ def rows_of(config: Mapping[str, Any], jobs: Jobs, results: Path) -> tuple[list[
         else:
             rows[key] = Row(rule, model, variant, (task,), job, count)
     return list(rows.values()), done
+
+
+def _rows_of_models(
+    left: Mapping[tuple[str, str, str, str], int], jobs: Jobs
+) -> tuple[list[Row], int]:
+    """The same, where one job does all that is left of a model."""
+    counts: Counter[tuple[str, str]] = Counter()
+    tasks: dict[tuple[str, str], dict[str, None]] = {}
+    for (rule, model, task, _), count in left.items():
+        counts[rule, model] += count
+        tasks.setdefault((rule, model), {})[task] = None
+    rows = [
+        Row(
+            rule, model, f"{count} in one", tuple(tasks[rule, model]), jobs.of_model(rule, model), 1
+        )
+        for (rule, model), count in counts.items()
+        if count
+    ]
+    return rows, len(counts) - len(rows)
 
 
 def table(rows: Sequence[Row], places: Mapping[str, Place]) -> Iterator[str]:

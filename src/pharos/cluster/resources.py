@@ -5,12 +5,14 @@ each model, task and variant and kept. Nothing here imports torch.
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pharos.cluster.work import task_prompts
+from pharos.config import evaluation_cells, training_cells
 from pharos.errors import InputError
 from pharos.models.load import CPU_LEVELS_WITH_BF16
 from pharos.models.memory import (
@@ -177,6 +179,22 @@ class Jobs:
             self._jobs[key] = self._training(shape, *key)
         return self._jobs.get(key)
 
+    def of_model(self, rule: str, model: str) -> Job | None:
+        """One job that does all of a model's evaluations, or trainings; as :meth:`evaluation`."""
+        key = (rule, model)
+        if key not in self._jobs:
+            made = self.evaluation if rule == "evaluate" else self.training
+            listed = evaluation_cells if rule == "evaluate" else training_cells
+            counts = Counter(
+                (task, variant) for one, task, _, variant in listed(self._config) if one == model
+            )
+            jobs = [(made(model, *each), count) for each, count in counts.items()]
+            found = [job for job, count in jobs if job is not None for _ in range(count)]
+            if not found:
+                return None
+            self._jobs[key] = together(found)
+        return self._jobs[key]
+
     def in_four_bits(self, job: Job) -> Job | None:
         """The same job with the model's weights in 4 bits."""
         models = self._config["models"]
@@ -273,6 +291,25 @@ class Jobs:
     ) -> Job:
         layers = shape.sizes["widths"]["layers"]
         return Job(*key, *needs, flops, steps, layers, shape.file_bytes, dtype, shape.precision)
+
+
+def together(jobs: Sequence[Job]) -> Job:
+    """One job that does what several jobs of a model do, one after the other, on one load of it.
+
+    It needs the memory of the largest, and the time of all but for the loading.
+    """
+    return replace(
+        jobs[0],
+        need=_largest([job.need for job in jobs]),
+        least=_largest([job.least for job in jobs]),
+        flops=sum(job.flops for job in jobs),
+        steps=sum(job.steps for job in jobs),
+    )
+
+
+def _largest(needs: Sequence[Need]) -> Need:
+    largest = max(needs, key=lambda need: (need.gpu, need.host))
+    return replace(largest, host=max(need.host for need in needs))
 
 
 def gpu_type(gres: str | None, gpu: str | None, gpu_model: str | None) -> str | None:

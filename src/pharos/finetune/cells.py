@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pharos.corpus.contamination import check_contamination
 from pharos.corpus.files import read_corpus
 from pharos.corpus.items import Item, held_out_items, train_items
-from pharos.errors import PharosError
 from pharos.evaluate.prompts import PromptBuilder
-from pharos.finetune.data import check_contamination
 from pharos.finetune.team import ALONE, Team
 from pharos.finetune.train import Training, train_adapter
 from pharos.models.load import LoadedModel
 from pharos.runtime.log import log_event
+from pharos.runtime.parts import Failures
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,19 @@ class Cell:
     checkpoints: str
     settings: Mapping[str, Any]
 
+    @property
+    def name(self) -> str:
+        """What the log calls it: its path."""
+        return "{model}/{task}/seed{seed}/{adapter}".format(**self.names)
+
 
 def train_cells(
     loaded: LoadedModel, base: Mapping[str, str], cells: Sequence[Cell], team: Team = ALONE
 ) -> Iterator[tuple[Cell, Training]]:
     """Train one adapter after the other; each comes out as from a job of its own.
 
-    A cell whose last checkpoint is there is not trained again, only written: keep all checkpoints
-    until all cells are done, and a job that was killed between two cells goes on between them.
+    A cell whose last checkpoint is there is not trained again, only written: keep its checkpoints
+    until its adapter is where it stays.
 
     Parameters
     ----------
@@ -60,23 +65,24 @@ def train_cells(
     Raises
     ------
     InputError, CheckFailed
-        As :func:`pharos.finetune.train.train_adapter`, naming the adapter's folder where there
-        is more than one cell, and for what a corpus holds, before the first is trained.
+        As :func:`pharos.finetune.train.train_adapter`: when all others are trained, where there
+        are others (at once, where processes share the work: they must agree on what is done);
+        and for what a corpus holds, before the first is trained.
     """
     items = [_items_to_train_on(cell) for cell in cells]
+    failures = Failures(len(cells) if team.size == 1 else 1)
     for cell, own in zip(cells, items, strict=True):
         log_event("cell", **cell.names, items=len(own))
-        try:
+        training = None
+        with failures.of(cell.name):
             builder = PromptBuilder(loaded.tokenizer, cell.settings["prompt"])
             settings = cell.settings["adapter"]
             training = train_adapter(
                 loaded, builder, own, settings, base, cell.out, cell.checkpoints, team
             )
-        except PharosError as error:
-            if len(cells) == 1:
-                raise
-            raise type(error)(f"{cell.out}: {error}") from None
-        yield cell, training
+        if training is not None:
+            yield cell, training
+    failures.say()
 
 
 def _items_to_train_on(cell: Cell) -> list[Item]:

@@ -1,19 +1,15 @@
-"""Training examples as tokens, their order, and what training and testing must not share."""
+"""Training examples as tokens, and their order."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pharos.corpus.items import Item
 from pharos.corpus.stream import Stream
-from pharos.errors import CheckFailed, InputError
+from pharos.errors import InputError
 from pharos.evaluate.prompts import PromptBuilder
 from pharos.runtime.artifacts import digest_of
 from pharos.runtime.log import warn
 
-# A few equal texts happen in real corpora; more of them mean that the split leaks.
-MAX_OVERLAP = 0.01
 LISTED_IDS = 5
 
 
@@ -98,56 +94,3 @@ def batches_of_epoch(size: int, batch_size: int, seed: int, epoch: int) -> list[
 def random_seed(seed: int, purpose: str, step: int) -> int:
     """The seed, below 2^63, of what a step draws for a purpose."""
     return Stream("finetune", seed, purpose, step).below(2**63)
-
-
-def check_contamination(
-    train: Sequence[Item], test: Sequence[Item], same_corpus: bool
-) -> tuple[list[Item], dict[str, Any]]:
-    """Take out of ``train`` what the test will ask.
-
-    Parameters
-    ----------
-    train, test
-        The items of either side.
-    same_corpus
-        Whether both come from one corpus, so that an equal cluster is the same event (names of
-        clusters recur from one seed to the next).
-
-    Returns
-    -------
-    The training items whose text no test item has, and for the record ``{"train", "test",
-    "same_text", "first"}``: how many items there were, how many were dropped, and the id of the
-    first of these (``None`` for none).
-
-    Raises
-    ------
-    CheckFailed
-        If both sides share a cluster of one corpus, or if more than 1 % of the training items
-        have the text of a test item.
-    """
-    if same_corpus:
-        asked = {item.cluster for item in test}
-        shared = [item.cluster for item in train if item.cluster in asked]
-        if shared:
-            raise CheckFailed(
-                f"training and test share {len(set(shared))} clusters, the first is {shared[0]!r}"
-            )
-    texts = {_text_digest(item) for item in test}
-    known = [item for item in train if _text_digest(item) in texts]
-    if len(known) > MAX_OVERLAP * len(train):
-        raise CheckFailed(
-            f"{len(known)} of {len(train)} training items have the text of a test item, the first "
-            f"is {known[0].id!r}; at most {MAX_OVERLAP:.0%} may"
-        )
-    dropped = {item.id for item in known}
-    facts = {
-        "train": len(train),
-        "test": len(test),
-        "same_text": len(known),
-        "first": known[0].id if known else None,
-    }
-    return [item for item in train if item.id not in dropped], facts
-
-
-def _text_digest(item: Item) -> str:
-    return hashlib.sha256(item.text.encode()).hexdigest()

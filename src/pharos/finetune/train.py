@@ -30,7 +30,7 @@ from pharos.finetune.team import ALONE, Team
 from pharos.models.fitting import attempt
 from pharos.models.load import LoadedModel
 from pharos.runtime.artifacts import digest_of, write_bytes_atomic
-from pharos.runtime.job import collect_stopping_signals
+from pharos.runtime.job import Interrupted, collect_stopping_signals
 from pharos.runtime.log import Progress, log_event, warn
 from pharos.runtime.platform import describe_platform
 
@@ -238,7 +238,7 @@ def _train(
                 save_checkpoint(checkpoint_dir, run_digest, state, tensors)
                 saved = time.monotonic()
             if stopped_by and not last:
-                raise CheckFailed(
+                raise Interrupted(
                     f"stopped by {stopped_by[0]} after step {state.step} of {steps}; the state is "
                     "saved, and the same command goes on from there"
                 )

@@ -117,9 +117,7 @@ def load_model(
     elif exact and wide:
         originals = precision.read_originals(model, wide)
     if adapter_dir is not None:
-        import peft
-
-        model = peft.PeftModel.from_pretrained(model, str(adapter_dir), is_trainable=False)
+        model = with_adapter(model, adapter_dir)
     model.eval().requires_grad_(False)
     return LoadedModel(
         model=model,
@@ -131,6 +129,16 @@ def load_model(
         context_length=context_length_of(model.config),
         originals=originals if exact else {},
     )
+
+
+def with_adapter(model: Any, folder: Path | str) -> Any:
+    """``model`` with the adapter in ``folder`` put into it, for evaluation; no copy of it.
+
+    :class:`pharos.models.restore.Snapshot` takes the adapter out again.
+    """
+    import peft
+
+    return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=False).eval()
 
 
 def _refuse_incomplete(loading: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pharos.errors import PharosError
+from pharos.errors import CheckFailed, PharosError
 from pharos.runtime import log
 from pharos.runtime.artifacts import input_digests, write_artifact
 from pharos.runtime.context import run_context
@@ -31,6 +31,10 @@ class Stopped(BaseException):
     """The job was told to stop; like KeyboardInterrupt, nothing on the way may swallow it."""
 
 
+class Interrupted(CheckFailed):
+    """The job was told to stop, and has saved its state: the same command goes on from it."""
+
+
 class Job:
     """One running job; made by :func:`job`."""
 
@@ -45,7 +49,7 @@ class Job:
         path: Path | str,
         kind: str,
         *,
-        inputs: Iterable[Path | str],
+        inputs: Iterable[Path | str] | Mapping[str, str],
         config: Any,
         result: Mapping[str, Any],
         seed: int | None = None,
@@ -57,15 +61,16 @@ class Job:
     ) -> None:
         """Write this job's JSON artifact; pools and platform are read back here, after the work.
 
-        ``device``, ``dtype``, ``attention`` and ``processes`` go into the platform; ``config`` is
-        the part of the configuration that applied. The wall time is since the job began, or since
-        it wrote its last artifact.
+        ``inputs`` are paths, or their digests as :func:`input_digests` gives them; ``device``,
+        ``dtype``, ``attention`` and ``processes`` go into the platform; ``config`` is the part of
+        the configuration that applied. The wall time is since the job began, or since it wrote
+        its last artifact.
         """
         started, self._started = self._started, time.monotonic()
         write_artifact(
             path,
             kind,
-            inputs=input_digests(inputs),
+            inputs=inputs if isinstance(inputs, Mapping) else input_digests(inputs),
             provenance=provenance(config, seed),
             platform=describe_platform(device, dtype, attention, processes),
             context=run_context(self.binding),
@@ -111,12 +116,18 @@ def job(log_path: Path | str | None, threads: int) -> Iterator[Job]:
             status = 1
             with contextlib.suppress(OSError):
                 traceback.print_exc()
-            what = f"{type(error).__name__}: {error}"
-            if isinstance(error, OSError) and error.filename and error.strerror:
-                what = f"{error.filename}: {error.strerror}"
-            _say_failed(what, log_path)
+            _say_failed(in_words(error), log_path)
     if status:
         sys.exit(status)
+
+
+def in_words(error: Exception) -> str:
+    """What went wrong, for the one line that says why a job failed."""
+    if isinstance(error, PharosError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager

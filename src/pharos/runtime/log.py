@@ -21,11 +21,25 @@ PROGRESS_EVERY_S = 15.0
 LOG_WAIT_S = 120.0
 
 terminal: TextIO = sys.stderr
+_subject: dict[str, Any] = {}
 
 
 def log_event(event: str, **fields: Any) -> None:
     """Write one JSON line, ``{"event": event, ...}``, to the log (standard error)."""
-    print(json.dumps({"event": event, **fields}, ensure_ascii=False), file=sys.stderr, flush=True)
+    line = {"event": event, **_subject, **fields}
+    print(json.dumps(line, ensure_ascii=False), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def about(**fields: Any) -> Iterator[None]:
+    """Have every line of the log say what it is about, for the duration: a job may do several."""
+    global _subject
+    before = _subject
+    _subject = {**before, **fields}
+    try:
+        yield
+    finally:
+        _subject = before
 
 
 def warn(message: str, **fields: Any) -> None:
