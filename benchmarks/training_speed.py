@@ -27,6 +27,8 @@ from pharos.finetune.packed import batch_loss, pack, packed_model, plain_loss
 from pharos.finetune.train import learning_rate, train_adapter
 from pharos.models.sources import base_identity
 
+# A step of the usual size; at this rate the loss after a step is still large enough to compare.
+STEP = {"batch_size": 8, "learning_rate": 1e-3}
 LOSS_STEPS = 2
 CURVE_STEPS = 50
 CURVE_BATCH = 2
@@ -255,7 +257,7 @@ def plain_losses(side, items, adapter):
 
 def measure(setting, rounds):
     """All sides by turns, and whether they do the same work."""
-    adapter = setting.adapter
+    adapter = {**setting.adapter, **STEP}
     items = setting.items("train", LOSS_STEPS * adapter["batch_size"])
     sides = {name: Side(name, setting) for name in SIDES}
     ours = sides["ours"]
@@ -311,7 +313,7 @@ def main():
     args = ground.parser(__doc__.splitlines()[0], Path(__file__).name).parse_args()
     setting = Ground(args)
     if args.only:
-        adapter = setting.adapter
+        adapter = {**setting.adapter, **STEP}
         Side(args.only, setting).run(setting.items("train", adapter["batch_size"]), adapter)
         print(json.dumps({"peak_mib": peak_mib(args.device)}))
         return
@@ -321,7 +323,7 @@ def main():
         ratio = result["peak_mib"][name] / result["peak_mib"]["ours"]
         result["ratios"][f"training_memory_{name}"] = spread([ratio])
     result["busy_cpus_of_others"] = ground.busy_cpus_of_others()
-    ground.publish(args.output, result, loaded, setting.adapter)
+    ground.publish(args.output, result, loaded, {**setting.adapter, **STEP})
 
 
 if __name__ == "__main__":
