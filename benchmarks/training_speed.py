@@ -32,8 +32,9 @@ STEP = {"batch_size": 8, "learning_rate": 1e-3}
 LOSS_STEPS = 2
 CURVE_STEPS = 50
 CURVE_BATCH = 2
-# What a loss may differ by, relative to itself, and a gradient, relative to the largest one.
-LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+# What a loss may differ by, relative to itself. The first step of AdamW goes by the signs of
+# gradients, also of those that are rounding alone; the loss after it shows that.
+LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 SIDES = ("ours", "trainer", "sft", "sft_no_checkpointing")
 
 
@@ -262,12 +263,6 @@ def measure(setting, rounds):
     sides = {name: Side(name, setting) for name in SIDES}
     ours = sides["ours"]
     losses = {name: side.run(items, adapter)[1] for name, side in sides.items()}
-    # Those were the cold steps; now one step a round.
-    items = items[: adapter["batch_size"]]
-    times = {name: [] for name in SIDES}
-    for _ in range(rounds):
-        for name, side in sides.items():
-            times[name].append(side.run(items, adapter)[0])
     dtype = ours.loaded.dtype
     differences = {
         name: largest_difference(losses["ours"], losses[name]) for name in SIDES if name != "ours"
@@ -275,7 +270,12 @@ def measure(setting, rounds):
     for name, difference in differences.items():
         if difference > LOSS_TOLERANCE[dtype]:
             raise CheckFailed(f"the losses of {name} differ by {difference:.2g}: other work")
-
+    # Those were the cold steps; now one step a round.
+    items = items[: adapter["batch_size"]]
+    times = {name: [] for name in SIDES}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            times[name].append(side.run(items, adapter)[0])
     curve = {**adapter, "batch_size": CURVE_BATCH}
     curve_items = setting.items("train", CURVE_STEPS * CURVE_BATCH)
     found, expected = ours.run(curve_items, curve)[1], plain_losses(ours, curve_items, curve)
