@@ -195,6 +195,7 @@ def _training(result):
             f"events (loss {curve['first']:.3f} to {curve['last']:.3f}) the curve differs from "
             f"the plain loop's by at most {curve['largest_difference']:.1e}.",
             _table(["memory", "peak, MiB"], _memory(result)),
+            "Where the time goes in a run of one step, from the texts to the written adapter:",
             _table(["where the time goes", "share"], _profile(result)),
         ]
     )
@@ -249,7 +250,8 @@ All sides run in one process on the same weights and the same data, by turns, ro
 ratio is taken within a round, and the median over the rounds is given with the least and the
 greatest. Nothing is timed cold. Memory is the peak of a fresh process that does one round: of the
 process on a CPU, of what torch allocated on a GPU. Shares of time are those of torch's profiler:
-*attention* is the fused kernel or products of batches of matrices, *rest* is Python and waiting.
+*attention* is the fused kernel or products of batches of matrices, *rest* is Python and waiting, and
+in training the set-up and writing around the step, which the ratios leave out.
 
 Of lm-evaluation-harness only `loglikelihood` is timed; of ours everything from texts to verdicts.
 The Trainers are timed from the start of a step to its end, without loading data. A bench stops
