@@ -213,7 +213,6 @@ def _precision(results):
             run["verdicts_differing"],
             run["settled"],
             f"{run['movement']['median']:.3f}, {run['movement']['largest']:.3f}",
-            f"{run['ask_s']:.0f} + {run['settle_s']:.0f}",
         ]
         for name, run in result["runs"].items()
     ]
@@ -226,7 +225,7 @@ def _precision(results):
     )
     head = [
         "weights/arithmetic", "F1 (interval)", "verdicts that differ first", "then", "settled",
-        "margin moved by (median, largest)", "seconds: asking + settling",
+        "margin moved by (median, largest)",
     ]  # fmt: skip
     return ["## Precision", text, _table(head, rows)]
 
