@@ -249,8 +249,8 @@ All sides run in one process on the same weights and the same data, by turns, ro
 ratio is taken within a round, and the median over the rounds is given with the least and the
 greatest. Nothing is timed cold. Memory is the peak of a fresh process that does one round: of the
 process on a CPU, of what torch allocated on a GPU. Shares of time are those of torch's profiler:
-*attention* is the fused kernel or products of batches of matrices, *rest* is Python and waiting, and
-in training the set-up and writing around the step, which the ratios leave out.
+*attention* is the fused kernel or products of batches of matrices, *rest* is Python and waiting,
+and in training the set-up and writing around the step, which the ratios leave out.
 
 Of lm-evaluation-harness only `loglikelihood` is timed; of ours everything from texts to verdicts.
 The Trainers are timed from the start of a step to its end, without loading data. A bench stops
