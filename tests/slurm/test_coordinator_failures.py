@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,12 @@ EVERY_SECOND = ("--seconds-between-status-checks", "1")
 ME = pwd.getpwuid(os.getuid()).pw_name
 
 
+def hear_signals():
+    """What a shell has its background jobs ignore, and nohup, a program would go on ignoring."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Run:
     """A coordinator that goes on while the test does something to it; its log so far."""
 
@@ -46,6 +51,7 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                preexec_fn=hear_signals,
             )
 
     @property
@@ -258,9 +264,7 @@ def on_a_terminal(hang_up):
     def start(command, **options):
         ours, theirs = pty.openpty()
         shell = ["setsid", "--ctty", "bash", "-c", '"$@"; exit $?', "-", *command]
-        # A shell that was started under nohup would not hear of it.
-        hear = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
-        process = subprocess.Popen(shell, preexec_fn=hear, **{**options, "stdin": theirs})
+        process = subprocess.Popen(shell, **{**options, "stdin": theirs})
         os.close(theirs)
         hang_up.append(ours)
         return process
