@@ -73,6 +73,17 @@ class Workspace:
             timeout=timeout,
         )
 
+    def start(self, **options):
+        """Start with two cores, for a test that does something to the run; it prints nowhere."""
+        return subprocess.Popen(
+            self.command("--cores", "2"),
+            cwd=self.folder,
+            env=self.environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            **options,
+        )
+
     def run(self, *arguments):
         """Run with two cores; fail the test, with the log, when Snakemake fails."""
         done = self.snakemake("--cores", "2", *arguments)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 
 from conftest import TASK, Workspace, jobs_in, tiny_config
@@ -52,14 +51,7 @@ def kept(workspace):
 
 
 def kill_in_the_second_evaluation(workspace):
-    run = subprocess.Popen(
-        workspace.command("--cores", "2"),
-        cwd=workspace.folder,
-        env=workspace.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    run = workspace.start(start_new_session=True)
     first = workspace.folder / "results/kept/evaluate/tiny/watch/seed7/base.kept"
     deadline = time.monotonic() + 240
     while not first.exists():

@@ -170,13 +170,7 @@ def test_a_deleted_file_makes_only_what_reads_it_run_again(copy, deleted, again)
 def test_a_run_killed_in_training_goes_on_from_its_checkpoint(finished, workspace, tiny_model):
     slow = {"rank": 2, "alpha": 4, "batch_size": 1, "epochs": 12, "checkpoint_every_steps": 2}
     workspace.configure(tiny_config(tiny_model, adapters={"lora": slow}))
-    run = subprocess.Popen(
-        workspace.command("--cores", "2"),
-        cwd=workspace.folder,
-        env=workspace.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    run = workspace.start()
     checkpoints = workspace.folder / "results/checkpoints/tiny/watch/seed1/lora"
     deadline = time.monotonic() + 120
     while len(list(checkpoints.glob("*/step-*.json"))) < 2:
@@ -212,13 +206,7 @@ def test_processes_share_a_training_of_the_workflow(copy, tiny_model):
 def test_a_second_coordinator_on_the_same_results_is_refused(workspace, tiny_model):
     slow = {"rank": 2, "alpha": 4, "batch_size": 1, "epochs": 400}
     workspace.configure(tiny_config(tiny_model, adapters={"lora": slow}))
-    first = subprocess.Popen(
-        workspace.command("--cores", "2"),
-        cwd=workspace.folder,
-        env=workspace.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    first = workspace.start()
     try:
         locks = workspace.folder / ".snakemake/locks"
         while not (locks.is_dir() and any(locks.iterdir())):
