@@ -31,8 +31,8 @@ def predictions(folder, level, dtype):
     config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
     config["models"][MODEL]["dtype"] = dtype
     task = {**config["tasks"]["watch"], "test_events": EVENTS}
-    coin = {"system": "Toss a coin. Say HEADS or TAILS.", "template": "{text}"}
-    ties = {**task, "prompt": {**coin, "answers": {"positive": "HEADS", "negative": "TAILS"}}}
+    parity = {"system": "Say ODD or EVEN.", "template": "{text}"}
+    ties = {**task, "prompt": {**parity, "answers": {"positive": "ODD", "negative": "EVEN"}}}
     config["tasks"] = {"watch": task, "ties": ties}
     workspace = LevelWorkspace(folder / f"{level} {dtype}")
     workspace.level = level
@@ -48,9 +48,7 @@ def predictions(folder, level, dtype):
 
 @pytest.mark.slow
 def test_no_verdict_of_the_real_model_differs_but_those_still_flagged(tmp_path):
-    runs = [
-        predictions(tmp_path, level, dtype) for level in LEVELS for dtype in ("float32", "bfloat16")
-    ]
+    runs = [predictions(tmp_path, level, dtype) for level, dtype in RUNS]
     for one, other in itertools.combinations(runs, 2):
         for task in one:
             for a, b in zip(one[task], other[task], strict=True):
