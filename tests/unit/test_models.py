@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 
+import gguf as gguf_library
 import pytest
 import safetensors.torch
 import torch
@@ -99,6 +100,20 @@ def test_what_an_earlier_version_recorded_of_a_model_is_brought_up_to_date(shelf
     shutil.rmtree(index)
     assert prefetch("tiny", source(shelf[1])) == result
     assert json.loads(record.read_text()) == told
+
+
+def test_the_head_of_a_gguf_file_is_read_once(shelf, index, monkeypatch):
+    read = []
+    reader = gguf_library.GGUFReader
+
+    def counted(path, *arguments):
+        read.append(path)
+        return reader(path, *arguments)
+
+    monkeypatch.setattr(gguf_library, "GGUFReader", counted)
+    prefetch("tiny", source(shelf[1]))
+    assert len(read) == 1
+    assert gguf_library.GGUFReader is counted
 
 
 def test_a_damaged_file_in_the_cache_is_reported_and_then_converted_again(shelf, index):

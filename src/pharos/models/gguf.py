@@ -4,12 +4,15 @@ A GGUF file is expanded to float32 once. Its 4-bit blocks are scale times intege
 which neither bfloat16 nor float16 holds exactly; float32 does.
 """
 
+import contextlib
+import functools
 import json
 import os
 import re
 import shutil
 import struct
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +134,11 @@ def convert_into_cache(gguf: Path, key: str, where: str, licence: str | None) ->
     target.parent.mkdir(parents=True, exist_ok=True)
     for leftover in target.parent.glob(f".{key}.*"):  # of a process that was killed
         shutil.rmtree(leftover)
-    refuse_without_room(target.parent, _float32_bytes(gguf))
     building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{key}."))
     try:
-        convert(gguf, building)
+        with _read_once():
+            refuse_without_room(target.parent, _float32_bytes(gguf))
+            convert(gguf, building)
         record = {"licence": licence, **describe_folder(building, where)}
         write_text_atomic(building / RECORD, json.dumps(record, indent=2) + "\n")
         _make_durable(building)
@@ -156,6 +160,23 @@ def _float32_bytes(path: Path) -> int:
     except (ValueError, IndexError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"transformers cannot read this GGUF file: {reason}") from None
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Read a file's head once, and map its names once, for the duration.
+
+    transformers reads the head, with its vocabulary, for the configuration, the tokenizer and the
+    weights, and maps all names anew for every module of the model: half of the time.
+    """
+    import gguf
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = (functools.cache(call) for call in before)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = before
 
 
 def convert(gguf: Path, folder: Path) -> None:
