@@ -156,7 +156,7 @@ def _float32_bytes(path: Path) -> int:
     import gguf
 
     try:
-        return 4 * sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(path).tensors)
+        return 4 * sum(int(t.n_elements) for t in gguf.GGUFReader(str(path)).tensors)
     except (ValueError, IndexError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"transformers cannot read this GGUF file: {reason}") from None
