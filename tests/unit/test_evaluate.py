@@ -251,9 +251,9 @@ def says(text, limit=40):
     net, words = tiny_models.model(), tiny_models.tokenizer()
     tokens = words(text, add_special_tokens=False)["input_ids"]
     scripted = Scripted(net, tokens + [7] * limit)
-    prompt = PromptBuilder(words, tiny_models.PROMPT).prompt_ids("fog")
+    (prompt,) = PromptBuilder(words, tiny_models.PROMPT).encode(tiny_models.items(1))
     stop = stop_tokens(net, words.convert_tokens_to_ids("<|im_end|>"))
-    (output,) = generate(scripted, words, [prompt], ANSWERS, stop, limit)
+    (output,) = generate(scripted, words, [prompt.ids], ANSWERS, stop, limit)
     return output, scripted.steps, len(tokens)
 
 

@@ -130,12 +130,14 @@ def with_lora(loaded, seed=1, **settings):
 # -- data -------------------------------------------------------------------------------------
 
 
-def test_an_example_is_prompt_answer_and_end_token(builder):
+def test_an_example_is_prompt_answer_and_end_token(loaded, builder):
     items = make_items(2)
     for item, example in zip(items, encode_examples(builder, items, 256, 2048), strict=True):
-        answer = "positive" if item.label else "negative"
-        assert example.ids[: example.prompt_length] == builder.prompt_ids(item.text)
-        assert example.ids[example.prompt_length :] == builder.completion_ids(item.text, answer)
+        prompt = builder.prompt_text(item.text)
+        answer = builder.answers["positive" if item.label else "negative"]
+        whole = loaded.tokenizer(prompt + answer + "<|im_end|>", add_special_tokens=False)
+        assert example.ids == whole["input_ids"]
+        assert loaded.tokenizer.decode(example.ids[: example.prompt_length]) == prompt
         assert example.ids[-1] == builder.end_id
 
 

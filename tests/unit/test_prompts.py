@@ -31,6 +31,17 @@ def item(text, name="e1"):
     return SimpleNamespace(id=name, text=text)
 
 
+def prompt_ids(build, text):
+    return build.encode([item(text)])[0].ids
+
+
+def learned_ids(build, text, answer):
+    """The tokens that training learns after a prompt."""
+    shown = Item("e1", "e1", "g", answer == "positive", text)
+    (example,) = encode_examples(build, [shown], 512, None)
+    return example.ids[example.prompt_length :]
+
+
 def test_a_chat_template_gives_system_and_user_turn_and_opens_the_answer():
     assert builder().prompt_text("fog") == (
         "<|im_start|>system\nAnswer SIGNIFICANT or ROUTINE.<|im_end|>\n"
@@ -50,7 +61,7 @@ def test_without_a_chat_template_the_prompt_is_plain():
     assert plain.prompt_text("fog") == "Answer SIGNIFICANT or ROUTINE.\n\nReports:\nfog\nAnswer:"
     assert not plain.chat
     assert plain.end_id == plain._tokenizer.convert_tokens_to_ids("</s>")
-    answer = plain.completion_ids("fog", "positive")
+    answer = learned_ids(plain, "fog", "positive")
     assert plain._tokenizer.decode(answer) == " SIGNIFICANT</s>"
 
 
@@ -61,14 +72,14 @@ def test_braces_in_texts_are_only_text():
 @pytest.mark.parametrize("template", [None, tiny_models.CHATML, WITH_BOS])
 def test_a_prompt_begins_with_one_bos_where_the_tokenizer_puts_one(template):
     words = tiny_models.tokenizer(template, adds_bos=True)
-    ids = builder(words).prompt_ids("fog")
+    ids = prompt_ids(builder(words), "fog")
     assert ids[0] == words.bos_token_id
     assert ids.count(words.bos_token_id) == 1
 
 
 def test_a_prompt_begins_with_none_where_the_tokenizer_puts_none():
     words = tiny_models.tokenizer()
-    assert words.convert_tokens_to_ids("<s>") not in builder(words).prompt_ids("fog")
+    assert words.convert_tokens_to_ids("<s>") not in prompt_ids(builder(words), "fog")
 
 
 @pytest.mark.parametrize("template", [None, tiny_models.CHATML])
@@ -78,14 +89,14 @@ def test_prompt_and_completion_are_the_tokens_of_the_whole_string(template, answ
     build = builder(words)
     lead = "" if template else " "
     whole = build.prompt_text("the buoy") + lead + build.answers[answer] + "<|im_end|>"
-    ids = build.prompt_ids("the buoy") + build.completion_ids("the buoy", answer)
+    ids = prompt_ids(build, "the buoy") + learned_ids(build, "the buoy", answer)
     assert ids == words(whole, add_special_tokens=False)["input_ids"]
 
 
 def test_training_learns_the_end_of_turn_even_where_it_is_the_padding_token():
     words = tiny_models.tokenizer()
     assert words.pad_token_id == words.eos_token_id
-    assert builder(words).completion_ids("fog", "negative")[-1] == words.eos_token_id
+    assert learned_ids(builder(words), "fog", "negative")[-1] == words.eos_token_id
 
 
 def test_the_end_of_turn_comes_before_the_tokenizers_end_of_text():
@@ -99,7 +110,7 @@ def test_a_space_that_the_template_puts_before_an_answer_is_kept():
         "{% else %}{{ '[I]' + m['content'] + '[/I]' }}{% endif %}{% endfor %}"
     )
     build = builder(tiny_models.tokenizer(template))
-    assert build._tokenizer.decode(build.completion_ids("fog", "negative")) == " ROUTINE</s>"
+    assert build._tokenizer.decode(learned_ids(build, "fog", "negative")) == " ROUTINE</s>"
 
 
 def test_a_template_that_prints_the_date_gives_the_same_prompt_every_day():
@@ -178,7 +189,7 @@ def test_as_much_of_a_long_text_as_fits_is_kept():
     build = builder(too_long="cut_end")
     (cut,) = build.encode([item(LONG)], context_length=300, room=10)
     one_more = LONG[: len(LONG) - cut.cut + 1]
-    assert len(cut.ids) <= 290 < len(build.prompt_ids(one_more)) + 1
+    assert len(cut.ids) <= 290 < len(prompt_ids(build, one_more)) + 1
 
 
 def test_what_is_learned_is_what_is_asked_of_a_long_text():
@@ -207,7 +218,7 @@ def test_the_refusal_of_a_long_prompt_names_the_way_to_cut_it():
 
 def test_a_prompt_must_leave_room_for_its_answer():
     build = builder()
-    size = len(build.prompt_ids("fog"))
+    size = len(prompt_ids(build, "fog"))
     assert build.encode([item("fog")], context_length=size + 16, room=16)
     with pytest.raises(InputError, match="do not fit"):
         build.encode([item("fog")], context_length=size + 15, room=16)

@@ -154,25 +154,6 @@ class PromptBuilder:
 
     # -- tokens -------------------------------------------------------------------------------
 
-    def prompt_ids(self, text: str) -> list[int]:
-        """Tokens of the prompt for one item's ``text``."""
-        return self._with_opening(self._encode(self.prompt_text(text)))
-
-    def completion_ids(self, text: str, answer: str) -> list[int]:
-        """Tokens of an answer after the prompt for ``text``, the end token included.
-
-        This is what training learns; ``answer`` is ``"positive"`` or ``"negative"``.
-
-        Raises
-        ------
-        InputError
-            As :meth:`encode`, or if the tokenizer has no end token.
-        """
-        prompt = self.prompt_text(text)
-        ids = self._with_opening(self._encode(prompt))
-        whole = self._with_opening(self._encode(prompt + self._lead + self.answers[answer]))
-        return [*self._tail(ids, whole, answer, text[:40]), self.required_end_id()]
-
     def required_end_id(self) -> int:
         """:attr:`end_id`, or an error where the tokenizer has none."""
         if self.end_id is None:
