@@ -3,13 +3,13 @@
 import csv
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pharos.errors import InputError
+from pharos.runtime.artifacts import jsonl_rows
 
 Row = dict[str, Any]
 FORMATS = ".jsonl, .jsonl.gz, .csv, .csv.gz or .parquet"
@@ -34,7 +34,7 @@ def read_rows(path: Path | str) -> Iterator[tuple[int, Row]]:
     if kind == ".parquet" and not zipped:
         rows = _parquet_rows(path)
     elif kind in (".jsonl", ".ndjson"):
-        rows = _jsonl_rows(path, _content(path, zipped))
+        rows = jsonl_rows(_content(path, zipped), path)
     elif kind == ".csv":
         rows = _csv_rows(path, _content(path, zipped))
     else:
@@ -55,29 +55,6 @@ def _content(path: Path, zipped: bool) -> bytes:
         raise InputError(f"{path}: not a whole gzip file") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _decode(content: bytes, path: Path, number: int) -> str:
-    """The text of a line; a byte-order mark before the first is no part of it."""
-    try:
-        return content.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        at = f"byte {error.start + 1}"
-        raise InputError(f"{path}:{number}: not UTF-8 at {at} of the line") from None
-
-
-def _jsonl_rows(path: Path, content: bytes) -> Iterator[tuple[int, Row]]:
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(_decode(line, path, number))
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}:{number}: not JSON: {error}") from None
-        if not isinstance(value, dict):
-            kind = type(value).__name__
-            raise InputError(f"{path}:{number}: a {kind} where a JSON object is expected")
-        yield number, value
 
 
 def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[int, Row]]:

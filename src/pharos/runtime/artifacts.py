@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,27 +98,39 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     Raises
     ------
     InputError
-        If the file cannot be read, or a line (named by its number) is not a JSON object.
+        If the file cannot be read, or as :func:`jsonl_rows`.
     """
-    records = []
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
-    # Not splitlines(): it also splits at characters that JSON strings may hold.
-    for number, line in enumerate(text.split("\n"), start=1):
+    return [row for _, row in jsonl_rows(content, path)]
+
+
+def jsonl_rows(content: bytes, path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield ``(line number, object)`` for every line of ``content``; empty lines are skipped.
+
+    Raises
+    ------
+    InputError
+        Naming ``path`` and the line, if one is not UTF-8 or not a JSON object.
+    """
+    # Not splitlines() of text: it also splits at characters that JSON strings may hold.
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}:{number}: not JSON: {error.msg}") from None
-        if not isinstance(record, dict):
-            raise InputError(f"{path}:{number}: not a JSON object")
-        records.append(record)
-    return records
+            # A byte-order mark before the first line is no part of it.
+            value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            at = f"byte {error.start + 1}"
+            raise InputError(f"{path}:{number}: not UTF-8 at {at} of the line") from None
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}:{number}: not JSON: {error}") from None
+        if not isinstance(value, dict):
+            kind = type(value).__name__
+            raise InputError(f"{path}:{number}: a {kind} where a JSON object is expected")
+        yield number, value
 
 
 def input_digests(paths: Iterable[Path | str]) -> dict[str, str]:
