@@ -10,7 +10,7 @@ from typing import Any
 
 from pharos.errors import CheckFailed
 from pharos.models.cache import cache_root, hub_folder
-from pharos.runtime.artifacts import sha256_file
+from pharos.models.fetch import Published, digest_if_whole, snapshot_folder
 
 # What the cache says about a model that was converted, beside its files.
 RECORD = "pharos.json"
@@ -33,8 +33,7 @@ def model_folder(model_result: Mapping[str, Any], model_config: Mapping[str, Any
     if source["kind"] == "wheel" or "gguf" in source:
         return converted_folder(model_result["key"])
     if source["kind"] == "hub":
-        name = str(source["repository"]).replace("/", "--")
-        return hub_folder() / f"models--{name}" / "snapshots" / str(source["commit"])
+        return snapshot_folder(hub_folder(), source["repository"], source["commit"])
     return Path(model_config["dir"])
 
 
@@ -63,16 +62,8 @@ def damaged_files(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[
     ``files`` maps a name to its ``sha256`` and ``bytes``; every file is read in full, because
     a file of the right size can hold the wrong content.
     """
-    damaged = []
-    for name, facts in files.items():
-        path = folder / name
-        try:
-            same = path.stat().st_size == facts["bytes"] and sha256_file(path) == facts["sha256"]
-        except OSError:
-            same = False
-        if not same:
-            damaged.append(name)
-    return damaged
+    published = {name: Published(**facts) for name, facts in files.items()}
+    return [name for name in files if digest_if_whole(folder / name, published[name]) is None]
 
 
 def verified_folder(model_result: Mapping[str, Any], model_config: Mapping[str, Any]) -> Path:
