@@ -526,7 +526,7 @@ def test_a_target_tied_to_the_embedding_is_refused(loaded, builder, tmp_path):
 
 def test_a_tokenizer_beyond_the_embedding_is_refused(loaded, builder, tmp_path):
     loaded.model.resize_token_embeddings(200)
-    with pytest.raises(InputError, match="beyond the model's embedding of 200 rows"):
+    with pytest.raises(InputError, match="beyond the model's 200 embeddings"):
         train(loaded, builder, tmp_path)
 
 

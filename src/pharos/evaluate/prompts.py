@@ -293,6 +293,25 @@ def shared_prefix_length(prompts: Sequence[list[int]]) -> int:
     return length
 
 
+def refuse_unknown_tokens(model: Any, tokens: Mapping[str, Sequence[int]]) -> None:
+    """Refuse tokens for which the model has no row: a tokenizer may know more than it does.
+
+    ``tokens`` are those that the model is to read or to answer with, by the item's id.
+
+    Raises
+    ------
+    InputError
+        With the first item that has one.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    for item, used in tokens.items():
+        if max(used) >= rows:
+            raise InputError(
+                f"item {item!r}: token {max(used)} is beyond the model's {rows} embeddings: "
+                "tokenizer and model do not belong together"
+            )
+
+
 def _tokens_put_before_a_text(tokenizer: Any) -> list[int]:
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     dressed = list(tokenizer("a")["input_ids"])

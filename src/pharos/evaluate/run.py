@@ -14,6 +14,7 @@ from pharos.evaluate.prompts import (
     Prompt,
     PromptBuilder,
     cut_record,
+    refuse_unknown_tokens,
     shared_prefix_length,
 )
 from pharos.evaluate.scoring import score, scored_answers
@@ -86,7 +87,8 @@ def evaluate_items(
     prompts = builder.encode(
         items, loaded.context_length, settings["max_new_tokens"] if generating else None
     )
-    _refuse_unknown_tokens(loaded, prompts)
+    tokens = {p.id: [*p.ids, *(t for own in p.answers.values() for t in own)] for p in prompts}
+    refuse_unknown_tokens(loaded.model, tokens)
     room = room_on_cpu(settings["batch_tokens"], memory_mb if loaded.device == "cpu" else None)
     started = time.monotonic()
     answer = _generate if generating else _score
@@ -214,18 +216,6 @@ def _generate(
         for output in outputs
     ]
     return answered, Fragility(), time.monotonic() - started
-
-
-def _refuse_unknown_tokens(loaded: LoadedModel, prompts: Sequence[Prompt]) -> None:
-    """A tokenizer may know more tokens than the model has rows for."""
-    size = loaded.model.get_input_embeddings().weight.shape[0]
-    for prompt in prompts:
-        used = [*prompt.ids, *(token for answer in prompt.answers.values() for token in answer)]
-        if max(used) >= size:
-            raise InputError(
-                f"item {prompt.id!r}: token {max(used)} is beyond the model's {size} embeddings: "
-                "tokenizer and model do not belong together"
-            )
 
 
 def _logistic(margin: float) -> float:

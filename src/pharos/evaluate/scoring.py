@@ -24,10 +24,9 @@ import torch
 from pharos.errors import CheckFailed, InputError
 from pharos.evaluate.prompts import ANSWERS, Prompt, shared_prefix_length
 from pharos.models.fitting import DoesNotFit, Room, attempt, batch_bytes
+from pharos.models.memory import READS_IN_A_BATCH
 
 RESCALED_POSITIONS = ("dynamic", "longrope")
-# Each read is a row of the vocabulary's width in float32: 0.3 GB at 150,000 words.
-READS_IN_A_BATCH = 512
 BATCH_TOKENS = 2048
 
 

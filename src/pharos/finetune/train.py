@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from pharos.corpus.items import Item
 from pharos.errors import CheckFailed, InputError
-from pharos.evaluate.prompts import PromptBuilder, cut_record, shared_prefix_length
+from pharos.evaluate.prompts import (
+    PromptBuilder,
+    cut_record,
+    refuse_unknown_tokens,
+    shared_prefix_length,
+)
 from pharos.finetune.adapter import adapted_model, adapter_files, check_gradients
 from pharos.finetune.card import loss_figure, model_card
 from pharos.finetune.checkpoints import State, load_checkpoint, save_checkpoint
@@ -105,7 +110,7 @@ def train_adapter(
         saved by then, and the next call goes on from it.
     """
     examples = encode_examples(builder, items, adapter_config["max_tokens"], loaded.context_length)
-    _check_vocabulary(loaded.model, examples)
+    refuse_unknown_tokens(loaded.model, {example.id: example.ids for example in examples})
     shared = shared_prefix_length([example.ids[: example.prompt_length] for example in examples])
     digests = {"data": data_digest(examples)}
     run_digest = digest_of(
@@ -324,16 +329,6 @@ def _check_finite(value: float, what: str, step: int, steps: int) -> None:
             f"the {what} is {value} in step {step + 1} of {steps}: training has diverged; "
             "a smaller learning_rate or a longer warm-up may help"
         )
-
-
-def _check_vocabulary(model: Any, examples: Sequence[Example]) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
-    for example in examples:
-        if max(example.ids) >= rows:
-            raise InputError(
-                f"item {example.id!r}: token {max(example.ids)} is beyond the model's embedding "
-                f"of {rows} rows: the tokenizer is not this model's"
-            )
 
 
 def _tensors(

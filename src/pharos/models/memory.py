@@ -33,7 +33,8 @@ SLACK = {"cpu": 1.25, "cuda": 1.1}
 LOGIT_BYTES = 8
 # Scores of attention written out: two copies in float32, or one and the float32 softmax.
 SCORE_BYTES = 8
-# evaluate.scoring.READS_IN_A_BATCH: a read is a token of an answer.
+# A read is a token of an answer whose probability is asked for, and each is a row of the
+# vocabulary's width in float32: 0.3 GB at 150,000 words.
 READS_IN_A_BATCH = 512
 # AdamW (finetune.train): weight, gradient and two moments of every trained weight, in float32.
 OPTIMISER_BYTES = 16
