@@ -1,13 +1,16 @@
 """Several processes that share a training, on the CPU, with a tiny model."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_cells import make_cell
@@ -25,6 +28,8 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 EVENTS = {"events": 20, "positive_share": 0.35, "decoy_share": 0.6}
 ROUNDING = 1e-5
+GRID = [{"rank": 4}, {"seed": 5, "epochs": 2}]
+CUT = 4  # steps of the second, of six, that are done when it is cut off
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +45,13 @@ def shelf(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def one_thread_and_the_library_in_all_processes(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_and_the_library_in_all_processes():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "src"))
+        yield
     torch.set_num_threads(before)
 
 
@@ -57,8 +63,15 @@ def cell_of(shelf, folder, **adapter):
     return cell
 
 
-def train(shelf, cells, processes=1, shards=False, record="model.json"):
-    """The results and timings of all cells, trained by so many processes."""
+def cells_of(shelf, folder):
+    return [cell_of(shelf, folder / str(k), **own) for k, own in enumerate(GRID)]
+
+
+def trainings(shelf, cells, processes=1, shards=False, told=None):
+    """Yield what each cell came to, trained by so many processes, which go on when asked to.
+
+    The others are told of the cells ``told``, by default the same.
+    """
     from pharos.finetune.cells import train_cells
     from pharos.finetune.processes import lead
     from pharos.finetune.shards import load_base
@@ -66,15 +79,50 @@ def train(shelf, cells, processes=1, shards=False, record="model.json"):
     from pharos.runtime.artifacts import read_artifact
 
     fetched = read_artifact(shelf / "model.json", "model")["result"]
-    work = {"record": str(shelf / record), "cells": [asdict(cell) for cell in cells]}
+    work = {"fetched": fetched, "cells": [asdict(cell) for cell in told or cells]}
     with lead(processes, shards, "cpu", 1, work) as team:
         loaded = load_base(fetched, cells[0].settings["model"], "cpu", team)
         if shards:
             weights = list(loaded.model.parameters())
             here = sum(weight.to_local().numel() for weight in weights)
             assert here == sum(weight.numel() for weight in weights) // processes
-        base = base_identity(fetched)
-        return [training for _, training in train_cells(loaded, base, cells, team)]
+        for _, training in train_cells(loaded, base_identity(fetched), cells, team):
+            yield training
+
+
+@contextlib.contextmanager
+def stopped_after(step):
+    """The leader fails once it has saved that step."""
+    from pharos.finetune import train as module
+
+    real = module.save_checkpoint
+
+    def stopping(folder, run, state, tensors):
+        real(folder, run, state, tensors)
+        if state.step == step:
+            raise CheckFailed("stopped here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "save_checkpoint", stopping)
+        with pytest.raises(CheckFailed, match="stopped here"):
+            yield
+
+
+@contextlib.contextmanager
+def room_for_one_example():
+    """The leader, and it alone, runs out of memory with more than one example at a time."""
+    from pharos.finetune import packed
+
+    real = packed.batch_loss
+
+    def small(model, batch):
+        if sum(count for count, _ in batch.layout.shapes) > 1 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(model, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "batch_loss", small)
+        yield
 
 
 def adapter_bytes(cell):
@@ -106,102 +154,108 @@ def test_a_batch_is_dealt_out_whole_and_once():
     assert Team(0, 3, shards=True).parts(batch[:2]) == [batch[:1], batch[1:2], batch[:1]]
 
 
-@pytest.fixture
-def stopped_at(monkeypatch):
-    """Makes the leader fail once it has saved a step, or not at all any more."""
-    from pharos.finetune import train as module
-
-    real, wanted = module.save_checkpoint, [None]
-
-    def stopping(folder, run, state, tensors):
-        real(folder, run, state, tensors)
-        if state.step == wanted[0]:
-            raise CheckFailed("stopped here")
-
-    monkeypatch.setattr(module, "save_checkpoint", stopping)
-    return wanted
+# A process takes seconds to start: what several tests look at is made in one start.
+@pytest.fixture(scope="module")
+def alone(shelf, tmp_path_factory):
+    """What one process makes of the grid."""
+    return list(trainings(shelf, cells_of(shelf, tmp_path_factory.mktemp("alone"))))
 
 
-def test_two_processes_train_as_one_does_and_after_a_kill_the_same_to_the_byte(
-    shelf, tmp_path, stopped_at
-):
-    grid = [{"rank": 4}, {"seed": 5, "epochs": 2}]
-    alone = [cell_of(shelf, tmp_path / f"alone{k}", **own) for k, own in enumerate(grid)]
-    shared = [cell_of(shelf, tmp_path / f"shared{k}", **own) for k, own in enumerate(grid)]
-    expected, found = train(shelf, alone), train(shelf, shared, processes=2)
-    for one, two in zip(expected, found, strict=True):
+@pytest.fixture(scope="module")
+def pair(shelf, tmp_path_factory):
+    """What two processes make: of the grid, of a cell with little memory, of one that is cut."""
+    folder = tmp_path_factory.mktemp("pair")
+    cells = cells_of(shelf, folder)
+    little = cell_of(shelf, folder / "little", **GRID[0])
+    cut = cell_of(shelf, folder / "cut", **GRID[1])
+    run = trainings(shelf, [*cells, little, cut], processes=2)
+    trained = [next(run) for _ in cells]
+    with room_for_one_example():
+        in_parts = next(run)
+    with stopped_after(CUT):
+        next(run)
+    assert not torch.distributed.is_initialized()
+    return SimpleNamespace(cells=cells, trained=trained, in_parts=in_parts, cut=cut)
+
+
+@pytest.fixture(scope="module")
+def resumed(shelf, pair, tmp_path_factory):
+    """What two processes make of a cell that two had begun, and of one that one had begun."""
+    folder = tmp_path_factory.mktemp("resumed")
+    by_one = cell_of(shelf, folder / "by-one", **GRID[1])
+    with stopped_after(CUT):
+        list(trainings(shelf, [by_one]))
+    cells = [gone_on(shelf, pair.cut, folder / "by-two"), by_one]
+    trained = list(trainings(shelf, cells, processes=2))
+    assert [one.timing["resumed_from"] for one in trained] == [[CUT], [CUT]]
+    return SimpleNamespace(cells=cells, trained=trained)
+
+
+def gone_on(shelf, cut, folder):
+    """The cell ``cut`` with its checkpoints, in another folder."""
+    cell = cell_of(shelf, folder, **GRID[1])
+    shutil.copytree(cut.checkpoints, cell.checkpoints)
+    return cell
+
+
+def test_two_processes_train_as_one_does(alone, pair):
+    for one, two in zip(alone, pair.trained, strict=True):
         assert_same_but_for_rounding(two.result, one.result)
         assert (one.result["processes"], two.result["processes"]) == ([1], [2])
         assert one.timing["platforms"] != two.timing["platforms"]
-    card = (Path(shared[0].out) / "README.md").read_text()
+    card = (Path(pair.cells[0].out) / "README.md").read_text()
     assert "| processes that shared each step | 2 |" in card
-    cut = cell_of(shelf, tmp_path / "cut", **grid[1])
-    stopped_at[0] = 4
-    with pytest.raises(CheckFailed, match="stopped here"):
-        train(shelf, [cut], processes=2)
-    stopped_at[0] = None
-    [resumed] = train(shelf, [cut], processes=2)
-    assert resumed.timing["resumed_from"] == [4]
-    assert resumed.result == found[1].result
-    assert adapter_bytes(cut) == adapter_bytes(shared[1])
-    assert not torch.distributed.is_initialized()
 
 
-def test_a_base_in_shards_trains_as_a_whole_one_does(shelf, tmp_path):
-    grid = [{}, {"dropout": 0.0, "seed": 5}]
-    alone = [cell_of(shelf, tmp_path / f"alone{k}", **own) for k, own in enumerate(grid)]
-    shared = [cell_of(shelf, tmp_path / f"shared{k}", **own) for k, own in enumerate(grid)]
-    expected, found = train(shelf, alone), train(shelf, shared, processes=2, shards=True)
-    for one, two in zip(expected, found, strict=True):
-        assert_same_but_for_rounding(two.result, one.result)
+def test_after_a_kill_two_processes_make_the_same_to_the_byte(pair, resumed):
+    assert resumed.trained[0].result == pair.trained[1].result
+    assert adapter_bytes(resumed.cells[0]) == adapter_bytes(pair.cells[1])
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_training_goes_on_in_the_same_place_with_another_number_of_processes(
-    shelf, tmp_path, stopped_at, before, after, capsys
-):
-    [expected] = train(shelf, [cell_of(shelf, tmp_path / "whole")])
-    cut = cell_of(shelf, tmp_path / "cut")
-    stopped_at[0] = 2
-    with pytest.raises(CheckFailed, match="stopped here"):
-        train(shelf, [cut], before)
-    stopped_at[0] = None
-    capsys.readouterr()
-    [resumed] = train(shelf, [cut], after)
-    assert resumed.timing["resumed_from"] == [2]
-    assert "goes on, at step 2, on another platform" in capsys.readouterr().err
-    assert_same_but_for_rounding(resumed.result, expected.result)
-    assert resumed.result["processes"] == [before, after]
-    assert f"| {before}, then {after} |" in (Path(cut.out) / "README.md").read_text()
+def test_two_processes_go_on_where_one_was(alone, resumed):
+    went_on = resumed.trained[1]
+    assert_same_but_for_rounding(went_on.result, alone[1].result)
+    assert went_on.result["processes"] == [1, 2]
+    assert len(set(went_on.timing["platforms"])) == 2
+    assert "| 1, then 2 |" in (Path(resumed.cells[1].out) / "README.md").read_text()
 
 
-def test_when_memory_runs_out_in_one_process_all_of_them_run_fewer_examples(
-    shelf, tmp_path, monkeypatch
-):
-    from pharos.finetune import packed
+def test_one_process_goes_on_where_two_were(shelf, alone, pair, tmp_path, capsys):
+    cell = gone_on(shelf, pair.cut, tmp_path / "by-one")
+    [went_on] = trainings(shelf, [cell])
+    assert went_on.timing["resumed_from"] == [CUT]
+    assert f"goes on, at step {CUT}, on another platform" in capsys.readouterr().err
+    assert_same_but_for_rounding(went_on.result, alone[1].result)
+    assert went_on.result["processes"] == [2, 1]
+    assert "| 2, then 1 |" in (Path(cell.out) / "README.md").read_text()
 
-    [expected] = train(shelf, [cell_of(shelf, tmp_path / "whole")])
-    real = packed.batch_loss
 
-    def small(model, batch):
-        if sum(count for count, _ in batch.layout.shapes) > 1 and torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return real(model, batch)
-
-    monkeypatch.setattr(packed, "batch_loss", small)  # in the leader alone
-    [found] = train(shelf, [cell_of(shelf, tmp_path / "parts")], processes=2)
-    assert found.result["at_once"] == 1
-    assert_same_but_for_rounding({**found.result, "at_once": None}, expected.result)
+def test_when_memory_runs_out_in_one_process_all_of_them_run_fewer_examples(alone, pair):
+    found = pair.in_parts.result
+    assert found["at_once"] == 1
+    assert_same_but_for_rounding({**found, "at_once": None}, alone[0].result)
     # Neither process runs two at once any more, so that nothing is shared.
-    assert found.result["tokens"]["computed"] == found.result["tokens"]["read"]
-    with pytest.raises(CheckFailed, match="with shard_base a step is not run in parts"):
-        train(shelf, [cell_of(shelf, tmp_path / "shards")], processes=2, shards=True)
+    assert found["tokens"]["computed"] == found["tokens"]["read"]
+
+
+def test_a_base_in_shards_trains_as_a_whole_one_does_and_in_whole_steps(shelf, alone, tmp_path):
+    cells = [*cells_of(shelf, tmp_path), cell_of(shelf, tmp_path / "little")]
+    run = trainings(shelf, cells, processes=2, shards=True)
+    for one in alone:
+        assert_same_but_for_rounding(next(run).result, one.result)
+    with (
+        room_for_one_example(),
+        pytest.raises(CheckFailed, match="with shard_base a step is not run in parts"),
+    ):
+        next(run)
 
 
 def test_what_a_process_that_does_not_lead_finds_wrong_ends_the_job_in_its_words(shelf, tmp_path):
     started = time.monotonic()
-    with pytest.raises(InputError, match=r"process 2 of 2: .*nowhere.json: cannot be read"):
-        train(shelf, [cell_of(shelf, tmp_path)], processes=2, record="nowhere.json")
+    cell = cell_of(shelf, tmp_path)
+    wrong = [replace(cell, corpus="nowhere.jsonl")]
+    with pytest.raises(InputError, match=r"process 2 of 2: .*nowhere.jsonl: cannot be read"):
+        list(trainings(shelf, [cell], processes=2, told=wrong))
     assert time.monotonic() - started < 60
     assert not torch.distributed.is_initialized()
 
@@ -213,34 +267,46 @@ sys.path[:0] = sys.argv[1:3]
 import test_team as t
 from pharos.finetune.cells import Cell
 from pharos.runtime.job import job
-with job(sys.argv[3] + "/log", 1):
-    t.train(Path(sys.argv[3]), [Cell(**json.loads(sys.argv[4]))], processes=2)
+with job(sys.argv[5], 1):
+    list(t.trainings(Path(sys.argv[3]), [Cell(**json.loads(sys.argv[4]))], processes=2))
 """
 
 
-@pytest.fixture
-def running(shelf, tmp_path):
-    """A job in a process of its own that has saved something, and the process that follows it."""
-    endless = cell_of(shelf, tmp_path / "endless", epochs=5000)
+@pytest.fixture(scope="module")
+def jobs(shelf, tmp_path_factory):
+    """Three jobs without an end, in processes of their own that start at the same time."""
+    cells = [cell_of(shelf, tmp_path_factory.mktemp("endless"), epochs=5000) for _ in range(3)]
     here = Path(__file__).resolve().parent
-    arguments = [here, here.parent, shelf, json.dumps(asdict(endless))]
-    leader = subprocess.Popen(
-        [sys.executable, "-c", LEADER, *map(str, arguments)],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    leaders = []
     try:
-        deadline = time.monotonic() + 300
-        while not list(Path(endless.checkpoints).glob("*/*.json")):
-            assert leader.poll() is None, leader.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        children = Path(f"/proc/{leader.pid}/task/{leader.pid}/children").read_text().split()
-        yield leader, int(children[0]), Path(endless.checkpoints)
+        for number, cell in enumerate(cells):
+            log = shelf / f"log{number}"
+            arguments = [here, here.parent, shelf, json.dumps(asdict(cell)), log]
+            leader = subprocess.Popen(
+                [sys.executable, "-c", LEADER, *map(str, arguments)],
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            leaders.append(leader)
+        yield list(zip(leaders, [Path(cell.checkpoints) for cell in cells], strict=True))
     finally:
-        leader.kill()
-        leader.wait()
+        for leader in leaders:
+            leader.kill()
+            leader.wait()
+
+
+@pytest.fixture
+def running(jobs):
+    """A job that has saved something, the process that follows it, and where it saves."""
+    leader, checkpoints = jobs.pop()
+    deadline = time.monotonic() + 300
+    while not list(checkpoints.glob("*/*.json")):
+        assert leader.poll() is None, leader.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    children = Path(f"/proc/{leader.pid}/task/{leader.pid}/children").read_text().split()
+    return leader, int(children[0]), checkpoints
 
 
 def is_gone(pid, within_s=20):

@@ -42,7 +42,7 @@ def main(snakemake):
 
         def train(left):
             model, device = left[0].settings["model"], left[0].settings["device"]
-            work = {"record": record, "cells": [asdict(cell) for cell in left]}
+            work = {"fetched": fetched, "cells": [asdict(cell) for cell in left]}
             with lead(processes, shards, device, running.threads, work) as team:
                 loaded = load_base(fetched, model, device, team)
                 for cell, training in train_cells(loaded, base_identity(fetched), left, team):

@@ -60,7 +60,7 @@ def lead(
     threads
         Threads of each process.
     work
-        ``record``, the file of the fetched model, and ``cells``, as
+        ``fetched``, as :func:`pharos.models.prefetch.prefetch` returned it, and ``cells``, as
         :class:`pharos.finetune.cells.Cell` takes them; what the other processes do.
 
     Raises
@@ -208,19 +208,18 @@ def follow(told: Mapping[str, Any]) -> None:
     """Do the work of a process that does not lead.
 
     ``told`` is what :func:`lead` writes: ``rank``, ``size``, ``shards``, ``device``, ``threads``,
-    ``store`` (the file over which the processes find each other), ``record`` and ``cells``.
+    ``store`` (the file over which the processes find each other), ``fetched`` and ``cells``.
     """
     bind_threads(told["threads"])
     from pharos.finetune.cells import Cell, train_cells
     from pharos.finetune.shards import load_base
     from pharos.finetune.team import Team
     from pharos.models.sources import base_identity
-    from pharos.runtime.artifacts import read_artifact
 
     team = Team(told["rank"], told["size"], told["shards"])
     with _group(team, told["device"], told["store"]):
         cells = [Cell(**cell) for cell in told["cells"]]
-        fetched = read_artifact(told["record"], "model")["result"]
+        fetched = told["fetched"]
         loaded = load_base(fetched, cells[0].settings["model"], told["device"], team)
         for _ in train_cells(loaded, base_identity(fetched), cells, team):
             pass
