@@ -1,5 +1,6 @@
-"""Right-sizing: what past jobs used, read from accounting and benchmark files, and proposed."""
+"""Right-sizing: what past jobs used, read from where it is kept, and proposed."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,14 @@ import yaml
 
 from pharos.cli import main
 from pharos.cluster import rightsize
-from pharos.cluster.rightsize import Run, parse_accounting, propose, read_benchmarks, render
+from pharos.cluster.rightsize import (
+    Run,
+    parse_accounting,
+    propose,
+    read_benchmarks,
+    read_wholes,
+    render,
+)
 
 HERE = Path("/data/a folder")
 HEADER = "s\th:m:s\tmax_rss\tmax_vms\tmax_uss\tmax_pss\tio_in\tio_out\tmean_load\tcpu_time\n"
@@ -248,6 +256,71 @@ def test_what_is_no_benchmark_file_is_skipped_and_named(tmp_path, content):
 
 def test_no_folder_of_benchmarks_is_no_runs(tmp_path):
     assert read_benchmarks(tmp_path / "missing") == ([], [])
+
+
+# -- jobs that do all of a model --------------------------------------------------------------
+
+
+def write_part(kept, rule, part, **timing):
+    place, kind = rightsize.PARTS[rule]
+    path = kept / rule / place.format(part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"schema": f"pharos/{kind}/1", "result": {}, "timing": timing}))
+    with (kept / rule / "tiny.txt").open("a") as file:
+        file.write(f"{part}\n")
+    return path
+
+
+def test_all_parts_of_a_model_are_added_up_whichever_jobs_did_them(tmp_path):
+    write_part(tmp_path, "evaluate", "tiny/watch/seed7/base", wall_s=50)
+    write_part(tmp_path, "evaluate", "tiny/watch/seed7/lora", wall_s=30)
+    # Taken up near its end: most of its steps were an earlier job's.
+    write_part(tmp_path, "finetune", "tiny/watch/seed1/lora", wall_s=20, train_s=500)
+    write_part(tmp_path, "finetune", "tiny/watch/seed1/wide", wall_s=80, train_s=70)
+    # Of an adapter that is no longer asked for.
+    lost = write_part(tmp_path, "evaluate", "tiny/watch/seed7/old", wall_s=9000)
+    listed = tmp_path / "evaluate/tiny.txt"
+    listed.write_text(listed.read_text().replace("tiny/watch/seed7/old\n", ""))
+    assert lost.exists()
+    runs, notes = read_wholes(tmp_path)
+    assert runs == [Run("evaluate", "done", 80), Run("finetune", "done", 580)]
+    assert notes[0] == f"{listed}: its 2 parts took 1 min in all, whichever jobs did them"
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"schema": "pharos/evaluation/1"}'])
+def test_a_part_that_cannot_be_read_leaves_its_model_out_and_says_so(tmp_path, content):
+    write_part(tmp_path, "evaluate", "tiny/watch/seed7/base", wall_s=50)
+    broken = write_part(tmp_path, "evaluate", "tiny/watch/seed7/lora", wall_s=30)
+    broken.unlink() if content is None else broken.write_text(content)
+    runs, (note,) = read_wholes(tmp_path)
+    assert runs == []
+    assert note.startswith(f"{tmp_path}/evaluate/tiny.txt: its time is left out: {broken}: ")
+
+
+@pytest.mark.parametrize("timing", [{}, {"wall_s": None}, {"wall_s": "soon"}, {"wall_s": -1}])
+def test_a_part_without_its_time_leaves_its_model_out_and_says_so(tmp_path, timing):
+    write_part(tmp_path, "evaluate", "tiny/watch/seed7/base", **timing)
+    runs, (note,) = read_wholes(tmp_path)
+    assert runs == []
+    assert "its time is left out" in note
+
+
+def test_an_interrupted_job_of_a_model_counts_with_all_its_parts_and_every_peak():
+    cut = [
+        Run("evaluate", "failed", 600, peak_mb=3000, asked_seconds=3600),
+        done(seconds=100, peak_mb=1000, asked_seconds=3600),
+    ]
+    proposal = only(propose(cut, [], 1.5, [done(seconds=660)]))
+    assert (proposal.minutes, proposal.mem_mb) == (22, 6000)
+    # With no more than accounting, the job that ended well stands alone.
+    proposal = only(propose(cut, [], 1.5))
+    assert (proposal.minutes, proposal.mem_mb) == (5, 2000)
+
+
+def test_a_time_limit_counts_no_more_where_all_parts_took_longer():
+    cut = [Run("evaluate", "out of time", 3600, asked_seconds=3600), done(seconds=900)]
+    assert only(propose(cut, [], 1.3)).minutes == 120
+    assert only(propose(cut, [], 1.3, [done(seconds=4000)])).minutes == 107
 
 
 # -- the proposal -----------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """``pharos rightsize``: what past jobs used, and what to ask for instead.
 
-Two sources. Slurm's accounting (``sacct``) knows what a job asked for, how it ended, how long it
+Three sources. Slurm's accounting (``sacct``) knows what a job asked for, how it ended, how long it
 ran and what its steps used; the benchmark files under ``results/benchmarks`` know the last run
-of every job that succeeded, with or without Slurm. The output can be pasted into a profile; its
-first line is the rule that asked for most time in vain.
+of every job that succeeded, with or without Slurm; and where one job does all of a model, its
+parts under ``results/kept`` know how long each took, whichever jobs did them. The output can be
+pasted into a profile; its first line is the rule that asked for most time in vain.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pharos.errors import InputError
+from pharos.runtime.artifacts import read_artifact
 
 MARGIN = 1.3
 DAYS = 30
@@ -31,6 +33,8 @@ NEAR_TIME_LIMIT = 0.8
 NEAR_MEMORY_LIMIT = 0.95
 # What it takes as a whole is the sum of its jobs, each of which goes on where the last one stopped.
 RESUMING = {"finetune"}
+# The artifact of a part of such a job, below ``results/kept/RULE``, and its kind.
+PARTS = {"evaluate": ("{}.json", "evaluation"), "finetune": ("{}/training.json", "training")}
 # Benchmark files see the work alone; in a job, Snakemake, srun and a shell stand beside it.
 SNAKEMAKE_MB = 250
 LEAST_MB, STEP_MB = 500, 100
@@ -154,12 +158,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--days: {arguments.days} is less than 1")
     jobs, accounting = read_accounting(arguments.results, arguments.days)
     benchmarks, notes = read_benchmarks(arguments.results / "benchmarks")
-    if not jobs and not benchmarks:
+    wholes, remarks = read_wholes(arguments.results / "kept")
+    notes += remarks
+    if not (jobs or benchmarks or wholes):
         raise InputError(
             f"no job that ended is known: {arguments.results / 'benchmarks'} has no run, and "
             f"{'; '.join([accounting, *notes])}; run the workflow first, or name its --results"
         )
-    proposals = propose(jobs, benchmarks, arguments.margin)
+    proposals = propose(jobs, benchmarks, arguments.margin, wholes)
     print(render(proposals, arguments.margin, [accounting, *notes]), end="")
     return 0
 
@@ -327,25 +333,68 @@ def _benchmark(rule: str, row: dict[str, str]) -> Run:
     return one
 
 
-def propose(jobs: Iterable[Run], benchmarks: Iterable[Run], margin: float) -> list[Proposal]:
+def read_wholes(folder: Path) -> tuple[list[Run], list[str]]:
+    """What one job would take that did all parts of a model; and a line on each.
+
+    Such a job (``one_job_per: model``) does only what is missing, after an interruption or when
+    an adapter was added, so that its own time can be that of a few parts. ``folder`` has a list
+    of all parts of each rule and model, and each part's artifact has the time it took.
+    """
+    wholes, notes = [], []
+    for rule, (place, kind) in PARTS.items():
+        for path in sorted((folder / rule).glob("*.txt")):
+            try:
+                parts = path.read_text(encoding="utf-8").splitlines()
+                files = [folder / rule / place.format(part) for part in parts]
+                seconds = sum(_seconds_of(file, kind) for file in files)
+            except (InputError, OSError, UnicodeDecodeError) as error:
+                notes.append(f"{path}: its time is left out: {error}")
+                continue
+            wholes.append(Run(rule, "done", seconds))
+            took = f"took {_duration(seconds)} in all, whichever jobs did them"
+            notes.append(f"{path}: its {_count(len(parts), 'part')} {took}")
+    return wholes, notes
+
+
+def _seconds_of(file: Path, kind: str) -> float:
+    timing = read_artifact(file, kind).get("timing")
+    # The wall time is that of the job which ended the part; a training adds up its own over all.
+    timing = timing if isinstance(timing, dict) else {}
+    found = [timing.get("wall_s"), timing.get("train_s", 0.0)]
+    if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in found):
+        raise InputError(f"{file}: it does not tell the time that it took")
+    return float(max(found))
+
+
+def propose(
+    jobs: Iterable[Run], benchmarks: Iterable[Run], margin: float, wholes: Iterable[Run] = ()
+) -> list[Proposal]:
     """One proposal a rule, the one that asked for most time in vain first.
 
     Jobs of the accounting count; a benchmark file is a second look at the last of them, whose
-    peak may have been missed in the first, and counts where accounting has none.
+    peak may have been missed in the first, and counts where accounting has none. ``wholes``,
+    from :func:`read_wholes`, count beside both.
     """
-    accounted: dict[str, list[Run]] = {}
-    measured: dict[str, list[Run]] = {}
-    for table, runs in ((accounted, jobs), (measured, benchmarks)):
-        for one in runs:
-            table.setdefault(one.rule, []).append(one)
+    accounted, measured, whole = (_by_rule(runs) for runs in (jobs, benchmarks, wholes))
     proposals = [
-        _propose(rule, accounted.get(rule, []), measured.get(rule, []), margin)
-        for rule in sorted(accounted.keys() | measured.keys())
+        _propose(rule, accounted.get(rule, []), measured.get(rule, []), whole.get(rule, []), margin)
+        for rule in sorted(accounted.keys() | measured.keys() | whole.keys())
     ]
     return sorted(proposals, key=lambda p: -p.wasted_seconds)
 
 
-def _propose(rule: str, jobs: list[Run], measured: list[Run], margin: float) -> Proposal:
+def _by_rule(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    table: dict[str, list[Run]] = {}
+    for one in runs:
+        table.setdefault(one.rule, []).append(one)
+    return table
+
+
+def _propose(
+    rule: str, jobs: list[Run], measured: list[Run], wholes: list[Run], margin: float
+) -> Proposal:
+    # The part that needs most memory may have been done by a job that ended badly after it.
+    seen = jobs if wholes else [one for one in jobs if one.ended == "done"]
     counted = [one for one in jobs if one.ended == "done"] or measured
     late = [max(one.seconds, one.asked_seconds or 0) for one in jobs if one.ended == "out of time"]
     large = [
@@ -358,10 +407,10 @@ def _propose(rule: str, jobs: list[Run], measured: list[Run], margin: float) -> 
     ]
     return Proposal(
         rule=rule,
-        runs=jobs or measured,
+        runs=jobs or measured or wholes,
         margin=margin if len(counted) >= FEW_RUNS else 1 + 2 * (margin - 1),
-        time=_need([one.seconds for one in counted], late),
-        memory=_need([one.peak_mb for one in [*counted, *measured] if one.peak_mb], large),
+        time=_need([one.seconds for one in [*counted, *wholes]], late),
+        memory=_need([one.peak_mb for one in [*seen, *measured] if one.peak_mb], large),
         cpus_busy=max(busy, default=None),
         asked_seconds=max((one.asked_seconds for one in jobs if one.asked_seconds), default=None),
         asked_mb=max((one.asked_mb for one in jobs if one.asked_mb), default=None),
