@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 from conftest import TASK, Workspace, jobs_in, tiny_config
@@ -102,3 +105,37 @@ def test_one_job_per_model_gives_the_same_bytes_and_takes_up_what_is_done(tmp_pa
         own["evaluate/tiny/watch/seed8/late.predictions.jsonl"]
         == undisturbed["evaluate/tiny/watch/seed8/wide.predictions.jsonl"]
     )
+
+
+def asked_for(workspace, rule):
+    """Memory of a GPU and of the host, in MB, and minutes, of every job of a rule in a dry run."""
+    done = workspace.snakemake("-n", "--forceall")
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(
+        rf"^rule {rule}:\n(?: .*\n)*?    resources: (.*)$", done.stdout, re.MULTILINE
+    )
+    names = ("gpu_need_mb", "mem_mb", "runtime")
+    return [tuple(int(re.search(rf"\b{x}=(\d+)", line)[1]) for x in names) for line in lines]
+
+
+def test_one_job_asks_for_the_memory_of_its_largest_part_and_the_time_of_all(workspace, tiny_model):
+    config = {**configuration(tiny_model, "result"), "device": "cuda"}
+    config["adapters"] = {
+        "long": {"rank": 2, "batch_size": 4, "epochs": 6000},
+        "large": {"rank": 2000, "batch_size": 24, "epochs": 30_000},
+    }
+    workspace.configure(config)
+    plan = [sys.executable, "-m", "pharos.cli", "plan", "--configfile", "my config.yaml"]
+    subprocess.run(plan, cwd=workspace.folder, env=workspace.environment(), check=True)
+    rules = {"evaluate": 6, "finetune": 2}
+    alone = {rule: asked_for(workspace, rule) for rule in rules}
+    workspace.configure({**config, "one_job_per": "model"})
+    for rule, count in rules.items():
+        gpu, host, minutes = (list(values) for values in zip(*alone[rule], strict=True))
+        assert len(minutes) == count
+        assert len(set(gpu)) > 1
+        [together] = asked_for(workspace, rule)
+        assert together[:2] == (max(gpu), max(host))
+        assert together[2] <= sum(minutes)
+        if rule == "finetune":
+            assert together[2] >= sum(minutes) - 10
