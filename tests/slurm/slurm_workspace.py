@@ -1,6 +1,8 @@
 """A working folder whose Snakemake runs under the Slurm profile."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import cluster as private
@@ -31,6 +33,19 @@ class SlurmWorkspace(Workspace):
         done = self.snakemake(*arguments, timeout=timeout)
         assert done.returncode == 0, done.stderr[-6000:]
         return done
+
+    def pharos(self, *arguments):
+        """Run a command of the command line in the folder; fail the test when it fails."""
+        done = subprocess.run(
+            [sys.executable, "-m", "pharos.cli", *arguments],
+            cwd=self.folder,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def jobs(self, done):
         """The rows of sacct of a folder's jobs, by rule."""

@@ -11,7 +11,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
@@ -265,22 +264,15 @@ def test_a_job_out_of_memory_asks_for_more_and_passes(disturbed, cluster, prepar
 
 
 def test_rightsize_reads_what_these_jobs_asked_for_and_used(disturbed, cluster):
-    done = subprocess.run(
-        [sys.executable, "-m", "pharos.cli", "rightsize"],
-        cwd=disturbed.folder,
-        env=disturbed.environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    said = disturbed.pharos("rightsize")
+    lines = said.splitlines()
     assert re.match(
         r"# evaluate: asked for 2 h, used \d+ s; asked for 1000 MB, used [5-9]\d\d MB; "
         r"asked for 1 CPU, used \d\.\d \(2 jobs, 1 out of memory\)$",
         lines[0],
     ), lines[0]
     assert re.match(r"# finetune: asked for 20 min, used \d+ min; .* \(6 jobs, ", lines[1])
-    proposed = yaml.safe_load(done.stdout)
+    proposed = yaml.safe_load(said)
     assert re.fullmatch(r"attempt \* 1\d00", proposed["set-resources"]["evaluate"]["mem_mb"])
     assert proposed["set-threads"] == {"evaluate": 1, "finetune": 1}
 
