@@ -1,12 +1,15 @@
 """What is kept of a job that has not ended: found again whole, or not at all."""
 
+import ast
 import json
+from pathlib import Path
 
 import pytest
 
 from pharos.errors import CheckFailed
 from pharos.runtime.kept import done_of, is_kept, keep, kept_path, key_of, take
 
+LIBRARY = Path(__file__).resolve().parents[2] / "src/pharos"
 OUTPUTS = ["results/a/b c.json", "results/a/b c.jsonl"]
 
 
@@ -74,6 +77,30 @@ def test_a_key_is_of_inputs_settings_platform_and_code(monkeypatch):
     monkeypatch.setattr(module, "_code", lambda: "other")
     assert key_of({"corpus": "1"}, {"a": 1}) not in keys
     assert len(keys) == 4
+
+
+def test_the_code_of_a_key_is_all_that_evaluations_and_trainings_import():
+    from pharos.runtime.kept import CODE
+
+    counted = {path for pattern in CODE for path in LIBRARY.glob(pattern)}
+    # What they say of a fault is no part of a result.
+    counted |= {LIBRARY / "errors.py", LIBRARY / "config.py", LIBRARY / "__init__.py"}
+    left = [LIBRARY / "evaluate/cells.py", LIBRARY / "finetune/cells.py"]
+    seen = set(left)
+    while left:
+        tree = ast.parse(left.pop().read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pharos"):
+                place = LIBRARY.joinpath(*node.module.split(".")[1:])
+                for path in [
+                    place.with_suffix(".py"),
+                    *(place / f"{a.name}.py" for a in node.names),
+                ]:
+                    if path.is_file() and path not in seen:
+                        seen.add(path)
+                        left.append(path)
+    assert {LIBRARY / "predictions.py", LIBRARY / "finetune/packed.py"} <= seen
+    assert seen <= counted
 
 
 def test_the_log_says_what_is_taken_up(place, capfd):

@@ -19,8 +19,16 @@ from pharos.runtime.artifacts import canonical_json, digest_of, sha256_file, wri
 from pharos.runtime.log import log_event
 
 FOLDER = Path("results/kept")
-# The rooms of the library that a model is run through.
-ROOMS = ("corpus", "evaluate", "finetune", "models", "runtime")
+# The parts of the library that a model is run through, and its answers are measured by.
+CODE = (
+    "corpus/*.py",
+    "evaluate/*.py",
+    "finetune/*.py",
+    "models/*.py",
+    "runtime/*.py",
+    "predictions.py",
+    "resampling.py",
+)
 
 
 def kept_path(output: Path | str) -> Path:
@@ -46,9 +54,9 @@ def key_of(inputs: Mapping[str, str], config: Any, platform: str | None = None) 
 
 @functools.cache
 def _code() -> str:
-    """Digest of the code that runs models."""
+    """Digest of the code that decides a part."""
     library = Path(__file__).parents[1]
-    files = sorted(path for room in ROOMS for path in (library / room).glob("*.py"))
+    files = sorted(path for pattern in CODE for path in library.glob(pattern))
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.relative_to(library).as_posix()} {sha256_file(path)}\n".encode())
