@@ -12,6 +12,8 @@ rule prefetch:
         "results/benchmarks/prefetch/{model}.tsv"
     conda:
         "../../environment.yml"
+    # It takes longest of the jobs that wait for none, and most others wait for it.
+    priority: 1
     threads: 1
     params:
         model=lambda wc: {
