@@ -10,10 +10,10 @@ rule prefetch:
         "results/logs/prefetch/{model}.log",
     benchmark:
         "results/benchmarks/prefetch/{model}.tsv"
-    conda:
-        "../../environment.yml"
     # It takes longest of the jobs that wait for none, and most others wait for it.
     priority: 1
+    conda:
+        "../../environment.yml"
     threads: 1
     params:
         model=lambda wc: {
