@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -79,6 +81,41 @@ def model(kind="llama", vocab=300, seed=0, attention="sdpa", **overrides):
     config = config_class(**shape)
     config._attn_implementation = attention
     return model_class(config).float().eval()
+
+
+# Of other families: distances along the row, and states in place of keys and values.
+OTHERS = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+    },
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4},
+    "mamba": {"num_hidden_layers": 2, "state_size": 4},
+    "rwkv": {"num_hidden_layers": 2},
+    "recurrent_gemma": {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "block_types": ["recurrent", "attention"],
+        "attention_window_size": 8,
+        "intermediate_size": 64,
+    },
+}
+
+
+def other_model(kind):
+    """A random model of :data:`OTHERS`; weights large enough to matter."""
+    shape = {"vocab_size": 300, "hidden_size": 32, "pad_token_id": 0, **OTHERS[kind]}
+    config = AutoConfig.for_model(kind, **shape)
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for weight in net.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.3)
+    return net
 
 
 def items(count, longest=12):

@@ -229,6 +229,39 @@ def test_generation_in_batches_equals_generation_alone(kind, batch_tokens):
     assert len(set(outputs)) > 1
 
 
+@pytest.mark.parametrize("kind", tiny_models.OTHERS)
+def test_other_families_write_what_they_write_alone_or_nothing(kind):
+    net, words = tiny_models.other_model(kind), tiny_models.tokenizer()
+    prompts = [p.ids for p in PromptBuilder(words, tiny_models.PROMPT).encode(tiny_models.items(9))]
+    if kind in ("mamba", "rwkv", "recurrent_gemma"):
+        with pytest.raises(InputError, match=rf"generate cannot be used with this model \({kind}"):
+            generate(net, words, prompts, ANSWERS, {2}, 6)
+        return
+    outputs = generate(net, words, prompts, ANSWERS, {2}, 6)
+    assert outputs == [greedy_alone(net, words, prompt, {2}, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("mode", ["likelihood", "generate"])
+def test_a_model_with_a_broken_weight_gives_no_answers(mode):
+    net = tiny_models.model()
+    with torch.no_grad():
+        net.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(CheckFailed, match="log-probabilities are not finite"):
+        evaluate(loaded(net), mode=mode)
+
+
+def test_an_end_token_beyond_the_embeddings_is_refused_where_it_is_scored():
+    words = tiny_models.tokenizer(chat_template=None)
+    words.add_special_tokens({"eos_token": "<the end>"})
+    nested = {"positive": "ROUTINE", "negative": "ROUTINELY"}
+    builder = PromptBuilder(words, {**tiny_models.PROMPT, "answers": nested})
+    end = builder.end_id
+    with pytest.raises(InputError, match=f"item 'event0': token {end} is beyond the model's {end}"):
+        evaluate_items(
+            loaded(tiny_models.model(vocab=end), words), builder, tiny_models.items(3), SETTINGS
+        )
+
+
 class Scripted(torch.nn.Module):
     """Says given tokens one after the other, whatever it reads."""
 
@@ -238,12 +271,14 @@ class Scripted(torch.nn.Module):
         self.config, self.generation_config = net.config, net.generation_config
         self.device, self.dtype = net.device, net.dtype
 
-    def forward(self, **inputs):
-        output = self.net(**inputs)
-        if inputs["input_ids"].shape[0] > 1 or len(self.tokens) > self.steps:
-            output.logits[:, -1] = 0
-            output.logits[:, -1, self.tokens[self.steps]] = 1
-        self.steps += 1
+    def forward(self, position_ids=None, **inputs):
+        output = self.net(position_ids=position_ids, **inputs)
+        said = self.tokens[: inputs["logits_to_keep"]]
+        if inputs["use_cache"]:
+            said = [self.tokens[self.steps]]
+            self.steps += 1
+        output.logits.zero_()
+        output.logits[:, range(len(said)), said] = 1
         return output
 
 

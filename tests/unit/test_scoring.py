@@ -62,6 +62,18 @@ def test_models_without_a_plain_cache_are_scored_right_too(overrides):
     assert largest_difference(net, ids, answers, scores) < 1e-4
 
 
+@pytest.mark.parametrize("kind", tiny_models.OTHERS)
+@pytest.mark.parametrize("tokens", [300, 40])
+def test_models_of_other_families_are_scored_right_too(kind, tokens):
+    net = tiny_models.other_model(kind)
+    prompts = encoded(tiny_models.tokenizer())
+    # No token in common: a branch behind another's tokens would be seen.
+    answers = [{"positive": [10, 20, 30, 40], "negative": [11, 21, 31]} for _ in prompts]
+    ids = [p.ids for p in prompts]
+    scores = score(net, ids, answers, Room(tokens, memory=10**9))
+    assert largest_difference(net, ids, answers, scores) < 1e-4
+
+
 def test_a_lora_model_is_scored_with_its_adapter():
     import peft
 

@@ -282,3 +282,12 @@ def test_a_configuration_without_a_model_is_refused():
 
 def test_sizes_can_be_written_as_json():
     json.dumps(sizes_of("gemma-3-1b-it"), allow_nan=False)
+
+
+@pytest.mark.parametrize(("kind", "mlp"), [("mamba", 64 * 4), ("rwkv", 128)])
+def test_a_model_without_attention_has_no_heads_and_no_cache(kind, mlp):
+    sizes = model_sizes(tiny_models.other_model(kind).config, "here")
+    widths = sizes["widths"]
+    assert (widths["heads"], widths["query"], widths["key_value"]) == (0, 0, 0)
+    assert widths["mlp"] == mlp
+    assert sizes["kv_cache"]["bytes_per_token"] == {"float32": 0, "bfloat16": 0}

@@ -158,6 +158,11 @@ def _score(
 ) -> tuple[list[dict[str, Any]], Fragility, float]:
     started = time.monotonic()
     answers = scored_answers(prompts, builder.end_id)
+    # Once more: an end token may have come to them.
+    scored = [[token for answer in own.values() for token in answer] for own in answers]
+    refuse_unknown_tokens(
+        loaded.model, {p.id: tokens for p, tokens in zip(prompts, scored, strict=True)}
+    )
     ids = [prompt.ids for prompt in prompts]
     scores = score(loaded.model, ids, answers, room, done=progress.advance)
     ask_s = time.monotonic() - started

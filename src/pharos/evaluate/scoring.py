@@ -7,10 +7,11 @@ batch. Rows are padded on the right, where causal attention never looks, and the
 sees only the positions that are read.
 
 Where a model's cache is not plain keys and values of every token (sliding windows, recurrent
-layers) or its positions depend on the length of the row, each answer is a row of its own
-behind a whole prompt.
+layers), or where a token stands is told by its place in the row and not by its position, each
+answer is a row of its own behind a whole prompt.
 """
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -153,10 +154,19 @@ def has_plain_cache(model: Any) -> bool:
 
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in RESCALED_POSITIONS:
+    if rope.get("rope_type") in RESCALED_POSITIONS or _counts_places(model, config):
         return False
     layers = DynamicCache(config=model.config).layers
     return len(layers) > 0 and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def _counts_places(model: Any, config: Any) -> bool:
+    """Whether distances are counted along the row: ALiBi, and the local attention of GPT-Neo."""
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if "position_ids" not in inspect.signature(plain.forward).parameters:
+        return True
+    local = "local" in (getattr(config, "attention_layers", None) or ())
+    return local or bool(getattr(config, "alibi", False))
 
 
 def trie_row(

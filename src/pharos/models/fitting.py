@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from pharos.errors import CheckFailed
+from pharos.models.sizes import widths_of
 from pharos.runtime.log import warn
 
 T = TypeVar("T")
@@ -150,21 +151,19 @@ def batch_bytes(
     """
     config = model.config.get_text_config()
     size = dtype.itemsize
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head = getattr(config, "head_dim", None) or hidden // heads
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    widths = widths_of(config)
+    hidden = widths["hidden"]
     tokens, seen = rows * width, rows * (prefix + width)
     # A layer: the stream, its norm in float32 and, one after the other, attention or the products.
-    attention = tokens * 2 * heads * head + seen * 2 * heads * head
-    layer = (tokens * 3 * hidden + max(attention, tokens * 3 * inner)) * size + tokens * hidden * 8
-    cache = seen * 2 * key_heads * head * config.num_hidden_layers * size
+    products = max((tokens + seen) * 2 * widths["query"], tokens * 3 * widths["mlp"])
+    layer = (tokens * 3 * hidden + products) * size + tokens * hidden * 8
+    cache = seen * 2 * widths["key_value"] * widths["layers"] * size
     # The mask, as bits and as numbers; the plain attention path writes all weights out, too.
     pairs = tokens * (prefix + width)
     mask = pairs * (2 + 2 * size)
     if config._attn_implementation == "eager":
-        mask += pairs * heads * (4 + 3 * size)
-    logits = reads * config.vocab_size * (size + 8)
+        mask += pairs * widths["heads"] * (4 + 3 * size)
+    logits = reads * widths["vocabulary"] * (size + 8)
     widened = 0
     if dtype.itemsize > model.dtype.itemsize:
         widened = max(weight.numel() for weight in model.parameters()) * size

@@ -70,7 +70,7 @@ def model_sizes(config: Any, where: str) -> dict[str, Any]:
             "nf4": round(nf4),
         },
         "kv_cache": _kv_cache(text),
-        "widths": _widths(text),
+        "widths": widths_of(text),
         "linear": _linear(model),
     }
 
@@ -100,9 +100,16 @@ def _linear(model: Any) -> dict[str, dict[str, int]]:
     return found
 
 
-def _widths(text: Any) -> dict[str, int]:
+def widths_of(text: Any) -> dict[str, int]:
+    """``widths`` of :func:`model_sizes`, of the text part of a configuration.
+
+    A model without attention has 0 ``heads``; the state that its scan keeps for every token
+    counts as ``mlp``.
+    """
     hidden, heads, kv_heads, head = _heads(text)
     mlp = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    if not heads:
+        mlp *= int(getattr(text, "state_size", None) or 1)
     asked = getattr(text, "num_experts_per_tok", None)
     if asked:
         mlp = int(asked) * int(getattr(text, "moe_intermediate_size", None) or mlp)
@@ -146,6 +153,8 @@ def _kv_cache(text: Any) -> dict[str, Any]:
 
 def _heads(text: Any) -> tuple[int, int, int, int]:
     """Width of the hidden state, heads, key-value heads, and the width of one head."""
-    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    hidden, heads = int(text.hidden_size), int(getattr(text, "num_attention_heads", None) or 0)
+    if not heads:
+        return hidden, 0, 0, 0
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     return hidden, heads, kv_heads, int(getattr(text, "head_dim", None) or hidden // heads)
