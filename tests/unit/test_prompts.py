@@ -104,6 +104,13 @@ def test_the_end_of_turn_comes_before_the_tokenizers_end_of_text():
     assert builder(words).end_id == words.convert_tokens_to_ids("<|im_end|>")
 
 
+def test_an_answer_that_is_part_of_the_end_tokens_name_changes_nothing():
+    words = tiny_models.tokenizer(end="<|endoftext|>")
+    answers = {"positive": "im", "negative": "no"}
+    asked = PromptBuilder(words, {**tiny_models.PROMPT, "answers": answers})
+    assert asked.end_id == words.convert_tokens_to_ids("<|im_end|>")
+
+
 def test_a_space_that_the_template_puts_before_an_answer_is_kept():
     template = (
         "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + '</s>' }}"

@@ -17,6 +17,7 @@ FIXED_DATE = (
     "{% endmacro %}"
 )
 LISTED_IDS = 5
+SOME_ANSWER = "the answer"
 
 
 class Asked(Protocol):
@@ -143,10 +144,10 @@ class PromptBuilder:
         prompt = self._render(self._messages(user), opens_answer=True)
         if self._system not in prompt or "text" not in prompt:
             raise InputError("the model's chat template leaves out the system or the user's text")
-        answer = self.answers["positive"]
-        turn = {"role": "assistant", "content": answer}
+        # Not an answer of the task: a short one may be found in the end token's own name.
+        turn = {"role": "assistant", "content": SOME_ANSWER}
         closed = self._render([*self._messages(user), turn], opens_answer=False)
-        before, _, after = closed.rpartition(answer)
+        before, _, after = closed.rpartition(SOME_ANSWER)
         gap = before.removeprefix(prompt)
         self._lead = gap if before.startswith(prompt) and not gap.strip() else ""
         end = next((token for token in self._encode(after) if token in self._control), None)
