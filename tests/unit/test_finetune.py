@@ -238,10 +238,20 @@ def test_packed_loss_and_gradients_are_those_of_the_plain_padded_loop(loaded, bu
     assert relative_difference(gradients(model), expected) < 1e-5
 
 
+def assert_packed_gradients_are_the_plain_ones(model, builder):
+    from pharos.finetune.packed import batch_loss, pack, packed_model, plain_loss
+
+    examples = encode_examples(builder, make_items(4), 256, 2048)
+    plain_loss(model, examples).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with packed_model(model):
+        batch_loss(model.get_base_model(), pack(examples, opening_of(examples))).backward()
+    assert relative_difference(gradients(model), expected) < 1e-5
+
+
 def test_packed_gradients_with_a_bias_and_a_sliding_window(tiny_folder, builder):
     from transformers import AutoModelForCausalLM, Qwen2Config
-
-    from pharos.finetune.packed import batch_loss, pack, packed_model, plain_loss
 
     torch.manual_seed(1)
     config = Qwen2Config(
@@ -260,19 +270,11 @@ def test_packed_gradients_with_a_bias_and_a_sliding_window(tiny_folder, builder)
         if name.endswith("bias"):
             parameter.data.normal_()
     model = with_lora(types.SimpleNamespace(model=base))
-    examples = encode_examples(builder, make_items(4), 256, 2048)
-    plain_loss(model, examples).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    with packed_model(model):
-        batch_loss(model.get_base_model(), pack(examples, opening_of(examples))).backward()
-    assert relative_difference(gradients(model), expected) < 1e-5
+    assert_packed_gradients_are_the_plain_ones(model, builder)
 
 
 def test_packed_gradients_with_capped_scores_and_answers_of_their_own_norms(builder):
     from transformers import AutoModelForCausalLM, Gemma2Config
-
-    from pharos.finetune.packed import batch_loss, pack, packed_model, plain_loss
 
     torch.manual_seed(1)
     config = Gemma2Config(
@@ -288,13 +290,46 @@ def test_packed_gradients_with_capped_scores_and_answers_of_their_own_norms(buil
     )
     base = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = with_lora(types.SimpleNamespace(model=base))
-    examples = encode_examples(builder, make_items(4), 256, 2048)
-    plain_loss(model, examples).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    with packed_model(model):
-        batch_loss(model.get_base_model(), pack(examples, opening_of(examples))).backward()
-    assert relative_difference(gradients(model), expected) < 1e-5
+    assert_packed_gradients_are_the_plain_ones(model, builder)
+
+
+def test_packed_gradients_with_an_adapter_on_the_output_layer(builder):
+    base = tiny_models.model(tie_word_embeddings=False)
+    model = with_lora(types.SimpleNamespace(model=base), targets=["q_proj", "down_proj", "lm_head"])
+    assert_packed_gradients_are_the_plain_ones(model, builder)
+
+
+def test_packed_gradients_with_values_of_another_size_than_keys(builder):
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    torch.manual_seed(1)
+    config = DeepseekV3Config(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+    )
+    base = AutoModelForCausalLM.from_config(config)
+    model = with_lora(types.SimpleNamespace(model=base), targets=["q_b_proj", "o_proj"])
+    assert_packed_gradients_are_the_plain_ones(model, builder)
+
+
+@pytest.mark.parametrize("told", [{"layout": None}, {"s_aux": torch.zeros(4)}])
+def test_attention_that_is_not_told_the_examples_or_has_more_than_keys_is_refused(told):
+    from pharos.finetune.attention import Layout, packed_attention
+
+    row = torch.ones(1, 4, 3, 8)
+    given = {"layout": Layout(0, [3]), **told}
+    with pytest.raises(InputError, match="this model cannot be trained"):
+        packed_attention(torch.nn.Module(), row, row, row, None, 1.0, **given)
 
 
 def test_packed_gradients_of_rests_of_very_different_lengths(loaded, builder):
@@ -522,6 +557,21 @@ def test_an_unknown_target_is_refused_with_the_nearest(loaded, builder, tmp_path
 def test_a_target_tied_to_the_embedding_is_refused(loaded, builder, tmp_path):
     with pytest.raises(InputError, match="'lm_head'"):
         train(loaded, builder, tmp_path, targets=["q_proj", "lm_head"])
+
+
+def test_a_target_that_peft_refuses_is_one_line():
+    from pharos.finetune.adapter import add_lora
+
+    with pytest.raises(InputError, match=r"adapter targets: .*'out_proj' is incompatible"):
+        add_lora(tiny_models.other_model("mamba"), {**ADAPTER, "targets": ["out_proj"]}, BASE)
+
+
+def test_a_base_without_a_finite_loss_is_not_said_to_mix_examples(tiny_folder, builder, tmp_path):
+    broken = load_tiny(tiny_folder)
+    with torch.no_grad():
+        broken.model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(CheckFailed, match="the base has a loss of nan before it is trained"):
+        train(broken, builder, tmp_path)
 
 
 def test_a_tokenizer_beyond_the_embedding_is_refused(loaded, builder, tmp_path):

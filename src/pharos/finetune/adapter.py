@@ -38,7 +38,7 @@ def add_lora(model: Any, config: Mapping[str, Any], base: Mapping[str, str]) -> 
     ------
     InputError
         If a target is no linear layer of the model, or is its output layer where that is tied
-        to the embedding (an update there would change both when merged).
+        to the embedding (an update there would change both when merged), or if peft refuses it.
     """
     import peft
 
@@ -63,7 +63,10 @@ def add_lora(model: Any, config: Mapping[str, Any], base: Mapping[str, str]) -> 
         target_modules=sorted(config["targets"]),
         task_type=peft.TaskType.CAUSAL_LM,
     )
-    adapted = peft.get_peft_model(model, settings)
+    try:
+        adapted = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise InputError(f"adapter targets: {error}") from None
     # peft fills in the folder on this machine; what counts is what the model is.
     settings.base_model_name_or_path = base["base_model_name_or_path"]
     settings.revision = base["revision"]

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pharos.errors import InputError
+
 LONGEST_TO_SHORTEST = 1.25
 
 
@@ -60,6 +62,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     layout: Layout | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention over a row of pieces: the first sees itself, each other the first and itself.
@@ -68,16 +71,28 @@ def packed_attention(
     ``[1, heads, T, size]``, ``key`` and ``value`` are ``[1, key heads, T, size]``; the result is
     ``[1, T, heads, size]``. Written out in matrix products: on a processor, the backward pass of
     the fused kernel is slower at these lengths.
+
+    Raises
+    ------
+    InputError
+        If the model hands no ``layout`` on to its attention, or has attention sinks (``s_aux``).
     """
-    assert layout is not None
+    if layout is None or s_aux is not None:
+        raise InputError(
+            "this model cannot be trained: its attention is another than that of queries, keys "
+            "and values, or is not told where the examples of a row are"
+        )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q`` is ``[n, L, heads, size]``, the others ``[n, W, key heads, size]``, W >= L."""
+        """``q`` is ``[n, L, heads, size]``, the others ``[n, W, key heads, size]``, W >= L.
+
+        Values may be of another size.
+        """
         n, length, heads, size = q.shape
         width, key_heads = k.shape[1:3]
         # The heads that share a key become rows of one product: [n * key heads, rows, keys].
         q = (q * scaling).view(n, length, key_heads, -1, size).permute(0, 2, 3, 1, 4)
-        k, v = (t.transpose(1, 2).reshape(-1, width, size) for t in (k, v))
+        k, v = (t.transpose(1, 2).reshape(-1, width, t.shape[-1]) for t in (k, v))
         scores = q.reshape(n * key_heads, -1, size) @ k.transpose(1, 2)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -85,8 +100,9 @@ def packed_attention(
         scores += _causal_mask(length, width, sliding_window, scores)
         weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         weights = functional.dropout(weights, p=dropout, training=module.training)
-        done = (weights.view(n * key_heads, -1, width) @ v).view(n, key_heads, -1, length, size)
-        return done.permute(0, 3, 1, 2, 4).reshape(n, length, heads, size)
+        done = weights.view(n * key_heads, -1, width) @ v
+        done = done.view(n, key_heads, -1, length, v.shape[-1])
+        return done.permute(0, 3, 1, 2, 4).reshape(n, length, heads, -1)
 
     # From here on [T, heads, size].
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pharos.errors import InputError
+from pharos.errors import CheckFailed, InputError
 from pharos.finetune.attention import Layout, packed_attention
 from pharos.finetune.data import Example
 from pharos.finetune.lora import LoraGroup, is_plain_lora
@@ -162,12 +162,19 @@ def check_packing(model: Any, examples: Sequence[Example], shared: int, dtype: s
     ------
     InputError
         If the losses differ.
+    CheckFailed
+        If the model has no finite loss.
     """
     device = str(model.device)
     with torch.no_grad():
         alone = torch.stack([plain_loss(model, [example], device) for example in examples])
         weights = torch.tensor([float(e.answer_length) for e in examples], device=device)
         expected = float((alone * weights).sum() / weights.sum())
+        if not math.isfinite(expected):
+            raise CheckFailed(
+                f"the base has a loss of {expected} before it is trained: its weights are damaged, "
+                "or too large for its dtype"
+            )
         with packed_model(model):
             found = float(batch_loss(model.get_base_model(), pack(examples, shared, device)))
     if not abs(found - expected) <= TOLERANCES[dtype] * (1 + abs(expected)):
@@ -199,8 +206,8 @@ def plain_loss(model: Any, examples: Sequence[Example], device: str = "cpu") -> 
 def _groups(model: Any) -> tuple[list[LoraGroup], list[LoraGroup]]:
     """The LoRA layers of ``model``, grouped by the tensor that they are given.
 
-    Second come the groups behind the last attention: tokens do not meet any more there, so that
-    only the places count whose logits are read.
+    Second come the groups behind the last attention that are given the whole row: tokens do not
+    meet any more there, so that only the places count whose logits are read.
     """
     from transformers import AttentionInterface
 
@@ -221,15 +228,19 @@ def _groups(model: Any) -> tuple[list[LoraGroup], list[LoraGroup]]:
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
         with torch.no_grad():
-            batch_loss(model.get_base_model(), pack([Example("", [0, 0], 1)], 0, model.device))
+            # Two tokens, of which the second is learned.
+            batch_loss(model.get_base_model(), pack([Example("", [0, 0, 0], 2)], 0, model.device))
     finally:
         for hook in hooks:
             hook.remove()
         AttentionInterface.register(ATTENTION_NAME, packed_attention)
     calls = [k for k, (x, _) in enumerate(given) if x is None]
     last = calls[-1] if calls else len(given)
-    groups = [
-        [LoraGroup(group) for x, group in part if x is not None]
-        for part in (given[:last], given[last:])
-    ]
-    return groups[0], groups[1]
+    everywhere: list[LoraGroup] = []
+    tail: list[LoraGroup] = []
+    for k, (x, group) in enumerate(given):
+        if x is not None:
+            # The output layer, and experts, are given some places only as it is.
+            whole = x.shape[:-1] == (1, 2)
+            (tail if k > last and whole else everywhere).append(LoraGroup(group))
+    return everywhere, tail
