@@ -1,6 +1,8 @@
 """Several trainings of one job on one loaded base, on a tiny model."""
 
 import gc
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -175,6 +177,36 @@ def test_a_killed_job_trains_no_step_twice(loaded, shelf, tmp_path, steps, kille
     assert train(loaded, killed) == expected
     assert steps["computed"] == total == 3 + 3 + 3
     assert written(killed) == written(whole)
+
+
+def test_a_signal_in_the_last_step_of_a_training_starts_no_other(
+    loaded, shelf, tmp_path, monkeypatch
+):
+    from pharos.finetune import train as module
+
+    whole = make_grid(shelf, tmp_path / "whole")[:2]
+    expected = train(loaded, whole)
+    real, saved = module.save_checkpoint, []
+
+    def signalled(folder, run, state, tensors):
+        saved.append(state.step)
+        real(folder, run, state, tensors)
+
+    def last(*given):
+        if len(saved) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return gradients(*given)
+
+    gradients = module.add_gradients
+    stopped = make_grid(shelf, tmp_path / "stopped")[:2]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_checkpoint", signalled)
+        patch.setattr(module, "add_gradients", last)
+        with pytest.raises(CheckFailed, match="stopped by SIGTERM after step 3 of 3"):
+            train(loaded, stopped)
+    assert saved == [1, 2, 3]
+    assert train(loaded, stopped) == expected
+    assert written(stopped) == written(whole)
 
 
 def test_what_is_wrong_with_a_corpus_is_said_before_anything_is_trained(

@@ -261,8 +261,12 @@ def test_what_a_process_that_does_not_lead_finds_wrong_ends_the_job_in_its_words
 
 
 LEADER = """
-import json, sys
+import json, os, signal, sys, threading
 from pathlib import Path
+def end_with_the_test():
+    os.read(int(sys.argv[6]), 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=end_with_the_test, daemon=True).start()
 sys.path[:0] = sys.argv[1:3]
 import test_team as t
 from pharos.finetune.cells import Cell
@@ -278,15 +282,18 @@ def jobs(shelf, tmp_path_factory):
     cells = [cell_of(shelf, tmp_path_factory.mktemp("endless"), epochs=5000) for _ in range(3)]
     here = Path(__file__).resolve().parent
     leaders = []
+    alive, held = os.pipe()  # closes when this process is gone, however it went
     try:
         for number, cell in enumerate(cells):
             log = shelf / f"log{number}"
-            arguments = [here, here.parent, shelf, json.dumps(asdict(cell)), log]
+            arguments = [here, here.parent, shelf, json.dumps(asdict(cell)), log, alive]
             leader = subprocess.Popen(
                 [sys.executable, "-c", LEADER, *map(str, arguments)],
                 stderr=subprocess.PIPE,
                 text=True,
+                env={**os.environ, "TMPDIR": str(Path(cell.checkpoints).parent)},
                 start_new_session=True,
+                pass_fds=[alive],
             )
             leaders.append(leader)
         yield list(zip(leaders, [Path(cell.checkpoints) for cell in cells], strict=True))
@@ -294,6 +301,8 @@ def jobs(shelf, tmp_path_factory):
         for leader in leaders:
             leader.kill()
             leader.wait()
+        os.close(alive)
+        os.close(held)
 
 
 @pytest.fixture
@@ -335,10 +344,12 @@ def test_a_lost_process_ends_the_job_at_once_in_one_line(running):
     assert "process 2 of 2 was ended by SIGKILL" in said
 
 
-def test_no_process_outlives_the_one_that_leads(running):
-    leader, follower, _ = running
+def test_no_process_and_no_folder_outlives_the_one_that_leads(running):
+    leader, follower, checkpoints = running
+    assert list(checkpoints.parent.glob("pharos-team-*"))
     leader.kill()
     assert is_gone(follower)
+    assert not list(checkpoints.parent.glob("pharos-team-*"))
 
 
 def test_a_signal_to_all_processes_saves_once_and_ends_them(running):

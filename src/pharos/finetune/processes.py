@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -116,6 +117,7 @@ class Followers:
         self._lock = threading.Lock()
         self._ending = False
         self._error: PharosError | None = None
+        self._store = told["store"]
         self._processes = []
         for rank in range(1, size):
             process = subprocess.Popen(
@@ -163,6 +165,7 @@ class Followers:
                 print(f"pharos: error: {self._error}", file=log.terminal, flush=True)
                 for other in self._processes:
                     other.kill()
+                _remove_store(self._store)
                 os._exit(self._error.exit_code)
 
 
@@ -231,7 +234,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     told = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_leader, daemon=True).start()
+    threading.Thread(target=_end_with_leader, args=(told["store"],), daemon=True).start()
     leader = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
@@ -250,11 +253,16 @@ def main() -> None:
         os._exit(code)
 
 
-def _end_with_leader() -> None:
-    """The pipe closes when the leader is gone, however it went."""
+def _end_with_leader(store: str) -> None:
+    """The pipe closes when the leader is gone, however it went; it may have left its folder."""
     while os.read(0, 1):
         pass
+    _remove_store(store)
     os._exit(1)
+
+
+def _remove_store(store: str) -> None:
+    shutil.rmtree(Path(store).parent, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def _train(
                 tensors = _tensors(parameters, optimizer)
                 save_checkpoint(checkpoint_dir, run_digest, state, tensors)
                 saved = time.monotonic()
-            if stopped_by and not last:
+            if stopped_by:  # in the last step too: there may be other trainings behind this one
                 raise Interrupted(
                     f"stopped by {stopped_by[0]} after step {state.step} of {steps}; the state is "
                     "saved, and the same command goes on from there"
