@@ -14,6 +14,10 @@ def test_the_fingerprint_moves_with_dtype_and_attention_and_is_stable():
     assert len({platform["fingerprint"] for platform in [one, *others]}) == 3
 
 
+def test_a_job_that_computes_nothing_has_no_dtype():
+    assert describe_platform()["dtype"] is None
+
+
 def test_the_widest_instruction_set_names_the_level():
     assert isa_level(frozenset({"sse4_2", "avx", "avx2", "avx512f", "avx512_bf16"})) == (
         "avx512_bf16"

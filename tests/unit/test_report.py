@@ -344,6 +344,55 @@ def test_a_strip_shows_whether_the_interval_clears_its_floors():
     assert 'x1="80.00%" x2="100.00%"' in interval_strip(0.9, 0.8, 1.0, {}, "F1")
 
 
+def test_a_strip_shows_that_the_interval_lies_below_a_floor(page):
+    strip = interval_strip(0.38, 0.30, 0.47, {"majority": 0.617}, "Accuracy")
+    assert 'class="strip below"' in strip
+    assert '<svg x="38.00%" y="10"><path class="dot"' in strip
+    assert "<circle" not in strip
+    assert 'class="strip unclear"' in interval_strip(0.4, 0.3, 0.5, {"floor": 0.5}, "F1")
+    assert "interval lies below a floor" in page.text
+
+
+def test_a_probe_that_ranks_the_other_way_round_is_given_as_it_stands_in_the_table(tmp_path):
+    result = shortcut_result(baseline=0.51)
+    result["probes"]["kernel"]["auc"] = {"hex": (0.49).hex(), "decimal": 0.49}
+    gate = write(tmp_path / f"results/gate/shortcut/{TASK}/seed7.json", "shortcut-gate", result)
+    text = built(tmp_path, shortcuts=[gate]).text
+    assert "AUC 0.510 (kernel probe, 0.490 the other way round, n = 2,160 lines" in text
+    assert "so shuffled labels, too, average above 0.5" in text
+
+
+def test_a_promotion_tells_the_change_in_auroc_where_both_sides_have_one(tmp_path, page, run):
+    path = Path(run[1]["promotions"][0])
+    artifact = json.loads(path.read_text())
+    sides = [artifact["result"][side]["auroc"] for side in ("base", "adapter")]
+    change = sides[1]["value"] - sides[0]["value"]
+    assert f"AUROC goes from {sides[0]['value']:.3f} (95 % interval" in page.text
+    assert f"a change of {change:+.3f}." in page.text
+    sides[0]["value"] = None
+    copy = tmp_path / path.relative_to(run[0])
+    copy.parent.mkdir(parents=True)
+    copy.write_text(json.dumps(artifact))
+    assert "AUROC goes from" not in built(tmp_path, promotions=[copy]).text
+
+
+def test_a_job_that_computed_nothing_has_no_type(tmp_path):
+    result = json.loads(small_run(tmp_path / "made")["models"][0].read_text())["result"]
+    model = write(
+        tmp_path / f"results/models/{MODEL}.json", "model", result, on=platform(dtype=None)
+    )
+    jsonschema.validate(json.loads(model.read_text()), yaml.safe_load(SCHEMA.read_text()))
+    assert (
+        f"prefetch: {MODEL} 3f2a9c0d11e87b64 cpu – 2 of 8" in built(tmp_path, models=[model]).text
+    )
+
+
+def test_the_axes_of_the_loss_chart_are_named():
+    figure = loss_curve([1, 2], [1.0, 0.5], "training")
+    assert ">loss</text>" in figure
+    assert ">step</text>" in figure
+
+
 def test_a_figure_escapes_its_labels():
     assert "<script>" not in interval_strip(0.5, 0.4, 0.6, {"<script>": 0.5}, "<script>")
     assert "<script>" not in loss_curve([1], [1.0], "<script>")

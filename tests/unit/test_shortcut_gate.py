@@ -17,11 +17,11 @@ from pharos.errors import InputError
 from pharos.gate.certificate import certify
 from pharos.gate.command import add_parser, in_words
 from pharos.gate.design import read_design, shuffles, usable_folds
-from pharos.gate.features import shape_features
+from pharos.gate.features import IN_WORDS, TEXT_FEATURES, shape_features
 from pharos.gate.null import shuffled, summarise
 from pharos.gate.power import _bell, _crossing, _following
 from pharos.gate.probes import SCORE_BITS, X_BITS, KernelProbe, LinearProbe, Scores, make_fold
-from pharos.gate.shortcut import shortcut_gate
+from pharos.gate.shortcut import _verdict, shortcut_gate
 from pharos.runtime.artifacts import digest_of
 
 
@@ -318,6 +318,21 @@ def test_a_misspelt_name_is_refused_with_the_nearest(arguments, message):
     with pytest.raises(InputError) as error:
         gate(watch(20), **arguments)
     assert message in str(error.value)
+
+
+def test_a_reason_says_what_a_feature_measures():
+    local = {"group": "Fen", "auc": {"decimal": 0.2}, "beyond_chance": True}
+    for feature, says in (
+        ("words", "by the number of words alone"),
+        ("digit_share", "by the share of digits alone"),
+        ("channel=radio", "by channel=radio alone"),
+    ):
+        _, reasons = _verdict(0.6, 0.72, 0.2, 0.6, {**local, "feature": feature})
+        assert says in reasons[0]
+
+
+def test_every_feature_of_the_text_has_words_of_its_own():
+    assert set(TEXT_FEATURES) | {"copies", "cluster_lines"} == set(IN_WORDS)
 
 
 def test_features_can_be_left_out_singly_and_by_pattern():

@@ -30,6 +30,7 @@ def main(snakemake):
             "determinism",
             inputs=files,
             config={"corpora": corpora},
+            dtype="float64",
             result={"seeds": seeds},
         )
 

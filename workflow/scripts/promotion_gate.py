@@ -17,6 +17,7 @@ def main(snakemake):
             inputs=files,
             config=settings,
             seed=int(snakemake.wildcards.seed),
+            dtype="float64",
             result=promotion_gate(
                 read_artifact(files.base, "evaluation"),
                 read_jsonl(files.base_predictions),

@@ -24,6 +24,7 @@ def main(snakemake):
             inputs=snakemake.input,
             config=settings,
             seed=int(snakemake.wildcards.seed),
+            dtype="float64",
             result=result,
         )
 

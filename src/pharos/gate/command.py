@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             "shortcut-gate",
             inputs=[args.file],
             config={"shortcut_gate": settings, "columns": columns},
+            dtype="float64",
             result=result,
         )
     print("\n".join(in_words(result)))
@@ -91,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 def in_words(result: dict[str, Any]) -> list[str]:
     """A gate's result as a few plain lines."""
+    from pharos.gate.features import feature_in_words
+
     baseline, p_value, local = result["surface_baseline"], result["p_value"], result["local"]
     clusters, groups = result["clusters"], len(result["groups"])
     of_class = f", class {result['worst_class']}" if len(result["classes"]) > 2 else ""
@@ -117,7 +120,8 @@ def in_words(result: dict[str, Any]) -> list[str]:
         for feature in result["features"][:5]
     ]
     lines.append(
-        f"in one group      {local['auc']['decimal']:.4f}  {local['feature']} in {local['group']}"
+        f"in one group      {local['auc']['decimal']:.4f}  {feature_in_words(local['feature'])} "
+        f"in {local['group']}"
         + ("" if local["p_value"] is None else f"  (p = {local['p_value']:.4f})")
     )
     lines += [f"concern           {concern}" for concern in result["concerns"]]

@@ -65,6 +65,28 @@ TEXT_FEATURES: dict[str, Callable[[_Text], float]] = {
     "clock": lambda t: any(map(_is_clock, t.words)),
 }
 
+# Names that do not say what is measured, as a sentence says it.
+IN_WORDS = {
+    "characters": "number of characters",
+    "words": "number of words",
+    "sentences": "number of sentences",
+    "lines": "number of lines",
+    "words_per_sentence": "words per sentence",
+    "characters_per_word": "characters per word",
+    "digit_share": "share of digits",
+    "upper_share": "share of capitals",
+    "punctuation_share": "share of punctuation",
+    "other_share": "share of other signs",
+    "clock": "presence of a clock time",
+    "copies": "number of copies of the text",
+    "cluster_lines": "number of lines in the cluster",
+}
+
+
+def feature_in_words(name: str) -> str:
+    """What a feature measures, for a sentence; a column's name stands for itself."""
+    return f"the {IN_WORDS[name]}" if name in IN_WORDS else name
+
 
 def shape_features(
     lines: Sequence[Mapping[str, Any]],

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pharos.gate.design import Design, concerns_of, read_design, shown, shuffles, usable_folds
-from pharos.gate.features import Features, shape_features
+from pharos.gate.features import Features, feature_in_words, shape_features
 from pharos.gate.judge import HALF, Judge, mean_auc
 from pharos.gate.local import RankedFeatures, feature_aucs, most_striking
 from pharos.gate.null import summarise
@@ -150,7 +150,8 @@ def _verdict(
     in_group = 0.5 + abs(local["auc"]["decimal"] - 0.5)
     if in_group > ceiling and local["beyond_chance"]:
         reasons.append(
-            f"within group {local['group']} labels can be told by {local['feature']} alone: "
+            f"within group {local['group']} labels can be told by "
+            f"{feature_in_words(local['feature'])} alone: "
             f"AUC {in_group:.3f}, ceiling {ceiling:.3f}"
         )
     if reasons:

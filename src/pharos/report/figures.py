@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from markupsafe import Markup
 
+TRIANGLE = "M-5.5 -4.5h11L0 5z"
+
 
 def interval_strip(
     value: float, low: float, high: float, floors: Mapping[str, float], label: str
 ) -> Markup:
     """A value with its interval on the axis 0 to 1; each floor is a dashed tick.
 
-    The dot is filled when the interval lies above every floor, hollow when it does not.
+    The dot is filled when the interval lies above every floor, hollow when it reaches one; a
+    triangle that points down when it lies below one.
 
     Parameters
     ----------
@@ -27,7 +30,11 @@ def interval_strip(
     label
         What a screen reader says for the whole strip.
     """
-    clear = all(low > floor for floor in floors.values())
+    if any(high < floor for floor in floors.values()):
+        state, mark = "below", '<svg x="{value}" y="10"><path class="dot" d="{triangle}"/></svg>'
+    else:
+        state = "clear" if all(low > floor for floor in floors.values()) else "unclear"
+        mark = '<circle class="dot" cx="{value}" cy="10" r="4.5"/>'
     ticks = Markup("").join(
         Markup(
             '<line class="floor" x1="{x}" x2="{x}" y1="1" y2="19"><title>{what}</title></line>'
@@ -38,9 +45,10 @@ def interval_strip(
         '<svg class="strip {state}" role="img" aria-label="{label}" width="100%" height="20">'
         '<line class="track" x1="0" x2="100%" y1="10" y2="10"/>{ticks}'
         '<line class="interval" x1="{low}" x2="{high}" y1="10" y2="10"/>'
-        '<circle class="dot" cx="{value}" cy="10" r="4.5"/></svg>'
+        f"{mark}</svg>"
     ).format(
-        state="clear" if clear else "unclear",
+        state=state,
+        triangle=TRIANGLE,
         label=label,
         ticks=ticks,
         low=_percent(low),
@@ -132,7 +140,7 @@ def loss_curve(steps: Sequence[float], losses: Sequence[float], label: str) -> M
     label
         What a screen reader says for the whole figure.
     """
-    top, base = 12, 190
+    top, base = 22, 190
     first, last = float(steps[0]), float(steps[-1])
     highest = max(*losses, 1e-9) * 1.05
 
@@ -160,7 +168,9 @@ def loss_curve(steps: Sequence[float], losses: Sequence[float], label: str) -> M
     )
     ticks = _ticks_across(_nice_ticks(first, last, 5), across, base, lambda step: f"{step:g}")
     return Markup(
-        '<svg class="chart" role="img" aria-label="{label}" width="100%" height="216">{levels}'
+        '<svg class="chart" role="img" aria-label="{label}" width="100%" height="230">{levels}'
+        '<text class="axis-name" x="0" y="11">loss</text>'
+        '<text class="axis-name" x="50%" y="226" text-anchor="middle">step</text>'
         '<line class="axis" x1="0" x2="100%" y1="{base}" y2="{base}"/>'
         '<svg width="100%" height="216" viewBox="0 0 1000 216" preserveAspectRatio="none">'
         '<path class="raw" d="{raw}"/><path class="smooth" d="{smooth}"/></svg>{ticks}</svg>'

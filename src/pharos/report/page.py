@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from pharos.errors import CheckFailed
-from pharos.report.figures import interval_strip, loss_curve, null_histogram
+from pharos.report.figures import TRIANGLE, interval_strip, loss_curve, null_histogram
 from pharos.report.leaderboard import (
     METRICS,
     baseline_of,
@@ -111,6 +111,7 @@ def build_report(
         oversubscribed=sum(_is_oversubscribed(source) for source in everything),
         code=_code(everything),
         tones=TONES,
+        triangle=TRIANGLE,
         sources=everything,
     )
     path = out_dir / "index.html"
@@ -154,12 +155,25 @@ def _promotion(source: Source) -> dict[str, Any]:
         "headline": _headline(source),
         "sides": sides,
         "gain": result["f1_gain"],
+        "auroc": _auroc_says(result["base"]["auroc"], result["adapter"]["auroc"]),
         "n": result["n"],
         "floor": result["floors"]["always_positive_f1"],
         "deciding": [check for check in reasons if check["holds"] in wanted],
         "others": [check for check in reasons if check["holds"] not in wanted],
         "caveats": result["caveats"],
     }
+
+
+def _auroc_says(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> str | None:
+    """The change in AUROC, where both sides have one: how well they rank, wherever they cut."""
+    if base["value"] is None or adapter["value"] is None:
+        return None
+    before, after = (
+        f"{side['value']:.3f} (95 % interval {side['low']:.3f} to {side['high']:.3f})"
+        for side in (base, adapter)
+    )
+    change = adapter["value"] - base["value"]
+    return f"AUROC goes from {before} to {after}, a change of {change:+.3f}."
 
 
 def _best_first(source: Source) -> tuple[Any, ...]:
@@ -260,8 +274,11 @@ def _gate(source: Source, evaluations: Sequence[Source]) -> dict[str, Any]:
 def _gate_says(source: Source, baseline: float) -> list[str]:
     """The gate's numbers in sentences, each with its n and what it is held against."""
     result, null = source.result, source.result["null"]
+    worst = result["probes"].get(result["worst_probe"])
+    auc = baseline if worst is None else float(worst["auc"]["decimal"])
+    turned = f", {auc:.3f} the other way round" if auc < 0.5 else ""
     says = [
-        f"AUC {baseline:.3f} ({result['worst_probe']} probe, n = {result['n']:,} lines in "
+        f"AUC {baseline:.3f} ({result['worst_probe']} probe{turned}, n = {result['n']:,} lines in "
         f"{result['clusters']:,} clusters) against a ceiling of {result['ceiling']:.3f}."
     ]
     if null is not None:
@@ -416,7 +433,7 @@ def _run(source: Source) -> dict[str, Any]:
         "what": _what(source),
         "fingerprint": source.fingerprint,
         "device": (platform.get("gpu") or {}).get("name") or platform.get("device") or NOT_KNOWN,
-        "dtype": platform.get("dtype") or NOT_KNOWN,
+        "dtype": platform.get("dtype") or "–",
         "threads": threads,
         "pools": ", ".join(pools) or NOT_KNOWN,
         "wall": _duration(timing["wall_s"]) if "wall_s" in timing else NOT_KNOWN,

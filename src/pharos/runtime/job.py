@@ -54,7 +54,7 @@ class Job:
         result: Mapping[str, Any],
         seed: int | None = None,
         device: str = "cpu",
-        dtype: str = "float64",
+        dtype: str | None = None,
         attention: str | None = None,
         processes: int = 1,
         timing: Mapping[str, Any] | None = None,

@@ -23,7 +23,7 @@ ISA_LEVELS = (
 
 def describe_platform(
     device: str = "cpu",
-    dtype: str = "float64",
+    dtype: str | None = None,
     attention: str | None = None,
     processes: int = 1,
 ) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def describe_platform(
     device
         ``"cpu"`` or ``"cuda"``: where the numbers were computed.
     dtype
-        The floating-point type of the computation.
+        The floating-point type of the computation; ``None`` where nothing was computed in one.
     attention
         The attention path of the model; ``None`` where no model was run.
     processes
