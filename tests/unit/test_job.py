@@ -137,14 +137,18 @@ def test_a_job_ends_soon_after_its_coordinator_was_killed(tmp_path):
     assert "coordinator.gone" in (tmp_path / "a.log").read_text()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_a_job_that_is_told_to_stop_ends_in_one_line_whatever_swallows_errors(tmp_path, name):
     body = (
         "import os, signal, time\n"
         f"try: os.kill(os.getpid(), signal.{name}); time.sleep(60)\n"
         "except Exception: pass"
     )
-    done, log = run_job(tmp_path, body)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background, too
+    try:
+        done, log = run_job(tmp_path, body)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert done.returncode == 1
     assert done.stderr.startswith(f"pharos: error: stopped by {name} (")
     assert done.stderr.count("\n") == 1
@@ -159,6 +163,16 @@ def test_a_signal_ignored_by_whoever_started_the_job_is_heard_by_the_job(tmp_pat
         signal.signal(signal.SIGUSR1, previous)
     assert done.returncode == 1
     assert done.stderr.startswith("pharos: error: stopped by SIGUSR1 (")
+
+
+def test_a_job_of_a_shells_background_does_not_hear_ctrl_c(tmp_path):
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        done, log = run_job(tmp_path, "import os; os.kill(os.getpid(), 2); print('goes on')")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert done.returncode == 0
+    assert log[-1] == "goes on"
 
 
 def test_stopping_signals_can_be_collected_and_are_heard_again_afterwards(tmp_path):

@@ -22,9 +22,9 @@ from pharos.runtime.provenance import provenance
 from pharos.runtime.threads import Binding, bind_threads
 
 COORDINATOR_POLL_S = 2.0
-# What Slurm sends: SIGTERM when a job is cancelled, preempted or out of time, and SIGUSR1 ahead of
-# that where the profile asks for it.
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# What a terminal sends at Ctrl-C, to the jobs too; and Slurm: SIGTERM when a job is cancelled,
+# preempted or out of time, and SIGUSR1 ahead of that where the profile asks for it.
+STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
@@ -159,8 +159,8 @@ def collect_stopping_signals() -> Iterator[list[str]]:
 def _end_when_told() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise Stopped(
-            f"stopped by {signal.Signals(number).name} (cancelled, preempted, out of time, or its "
-            "coordinator is gone); the same command starts it again"
+            f"stopped by {signal.Signals(number).name} (interrupted, cancelled, preempted, out of "
+            "time, or its coordinator is gone); the same command starts it again"
         )
 
     with _handling(end):
@@ -169,7 +169,10 @@ def _end_when_told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in STOPPING_SIGNALS}
+    heard = list(STOPPING_SIGNALS)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell tells its background
+        heard.remove(signal.SIGINT)
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
