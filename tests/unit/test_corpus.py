@@ -281,3 +281,19 @@ def test_numbers_may_be_labels(tmp_path, own):
     ]  # fmt: skip
     with pytest.raises(InputError, match="no line has the label true"):
         import_corpus({**block, "positive": True}, 1)
+
+
+def test_more_than_two_labels_are_named_in_a_warning(tmp_path, own, capsys):
+    path = tmp_path / "own.jsonl"
+    labels = ["yes", "no", "maybe", "YES"]
+    rows = [{**GOOD, "id": label, "cluster": label, "label": label} for label in labels]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    block = {"file": str(path), "columns": {}, "positive": "yes", "categorical": []}
+    assert sum(line["label"] for line in import_corpus(block, 1)) == 1
+    warning = json.loads(capsys.readouterr().err)
+    assert warning["event"] == "warning"
+    rest = "4 labels; all but yes count as negative: YES (1), maybe (1), no (1)"
+    assert warning["message"].endswith(rest)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    import_corpus(block, 1)
+    assert capsys.readouterr().err == ""

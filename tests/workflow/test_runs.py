@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -167,16 +168,39 @@ def test_a_deleted_file_makes_only_what_reads_it_run_again(copy, deleted, again)
     assert {rule: jobs for rule, jobs in plan.items() if rule not in later} == again
 
 
+def wait_for_checkpoints(run, folder):
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob("*/step-*.json"))) < 2:
+        assert run.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def hear_ctrl_c():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_ctrl_c_in_training_saves_its_state(finished, workspace, tiny_model):
+    slow = {"rank": 2, "alpha": 4, "batch_size": 1, "epochs": 12, "checkpoint_every_steps": 7}
+    workspace.configure(tiny_config(tiny_model, adapters={"lora": slow}))
+    run = workspace.start(start_new_session=True, preexec_fn=hear_ctrl_c)
+    checkpoints = workspace.folder / "results/checkpoints/tiny/watch/seed1/lora"
+    wait_for_checkpoints(run, checkpoints)
+    os.killpg(run.pid, signal.SIGINT)  # what a terminal does
+    assert run.wait(timeout=60) != 0
+    log = (workspace.folder / "results/logs/finetune/tiny/watch/seed1/lora.log").read_text()
+    step = int(re.search(r"stopped by SIGINT after step (\d+) of 288", log)[1])
+    assert "Traceback" not in log
+    workspace.run()
+    assert artifacts(workspace)[TRAINING]["timing"]["resumed_from"] == [step]
+
+
 def test_a_run_killed_in_training_goes_on_from_its_checkpoint(finished, workspace, tiny_model):
     slow = {"rank": 2, "alpha": 4, "batch_size": 1, "epochs": 12, "checkpoint_every_steps": 2}
     workspace.configure(tiny_config(tiny_model, adapters={"lora": slow}))
     run = workspace.start()
     checkpoints = workspace.folder / "results/checkpoints/tiny/watch/seed1/lora"
-    deadline = time.monotonic() + 120
-    while len(list(checkpoints.glob("*/step-*.json"))) < 2:
-        assert run.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_checkpoints(run, checkpoints)
     run.send_signal(signal.SIGKILL)
     run.wait()
     # At once, while the orphaned job may still be alive: the same command, nothing else.
@@ -275,6 +299,23 @@ def test_a_leaking_corpus_goes_on_when_the_gate_is_not_enforced(workspace, tiny_
     notes.write_text(notes.read_text().replace("end 3", "END 3"))
     plan = planned(workspace)
     assert (plan["corpus"], plan["evaluate"], plan["finetune"]) == (1, 2, 1)
+
+
+def test_texts_that_are_trained_on_and_tested_with_stop_the_models_before_they_run(
+    workspace, tiny_model
+):
+    workspace.configure(leaky_config(tiny_model, enforce=False))
+    notes = workspace.folder / "my notes.jsonl"
+    leaky_corpus(notes)
+    rows = [json.loads(line) for line in notes.read_text().splitlines()]
+    for row in rows[::2]:
+        row["body"] = "The same text."
+    notes.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = workspace.snakemake("--cores", "2")
+    assert done.returncode == 1
+    assert "training items have the text of a test item, the first is 'e" in done.stderr
+    found = artifacts(workspace)
+    assert not [path for path in found if "/evaluate/" in path or "/finetune/" in path]
 
 
 def test_a_gpu_that_is_not_there_is_an_error_and_not_a_slow_run(workspace, tiny_model):

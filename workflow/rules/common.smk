@@ -90,6 +90,19 @@ def held_out_events(task, train_seed):
     return TASKS[task]["test_events"] if shared else None
 
 
+def split_of(task, seed):
+    """How a corpus is cut that is trained on and tested with; empty for one that is not both."""
+    trains = any(cell[1:3] == (task, int(seed)) for cell in TRAININGS)
+    tested = held_out_events(task, seed)
+    if not trains or tested is None:
+        return {}
+    return {
+        "unit": TASKS[task]["prompt"]["unit"],
+        "train_events": TASKS[task]["train_events"],
+        "test_events": tested,
+    }
+
+
 def corpus_settings(task):
     """What a corpus depends on; a user's file must also hold enough events for its cut."""
     keys = ["corpus"]

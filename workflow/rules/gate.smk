@@ -29,8 +29,12 @@ rule shortcut_gate:
 
 
 rule admit_corpus:
-    """Stop here when the corpus leaks: nothing behind this file gets a GPU."""
+    """Stop here when the corpus leaks: nothing behind this file gets a GPU.
+
+    It leaks by shape, as the gate says, or by texts that are trained on and tested with.
+    """
     input:
+        corpus="results/corpus/{task}/seed{seed}.jsonl",
         gate="results/gate/shortcut/{task}/seed{seed}.json",
     output:
         "results/gate/admission/{task}/seed{seed}.json",
@@ -43,6 +47,7 @@ rule admit_corpus:
     threads: 1
     params:
         enforce=CONFIG["shortcut_gate"]["enforce"],
+        split=lambda wc: split_of(wc.task, wc.seed),
     script:
         "../scripts/admit_corpus.py"
 

@@ -1,10 +1,10 @@
 """What the training and the test of a model must not share."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pharos.corpus.items import Item
+from pharos.corpus.items import Item, held_out_items, train_items
 from pharos.errors import CheckFailed
 
 # A few equal texts happen in real corpora; more of them mean that the split leaks.
@@ -48,7 +48,8 @@ def check_contamination(
     if len(known) > MAX_OVERLAP * len(train):
         raise CheckFailed(
             f"{len(known)} of {len(train)} training items have the text of a test item, the first "
-            f"is {known[0].id!r}; at most {MAX_OVERLAP:.0%} may"
+            f"is {known[0].id!r}; at most {MAX_OVERLAP:.0%} may. Leave copies out of the corpus, "
+            "or give equal texts one cluster, so that they stay on one side"
         )
     dropped = {item.id for item in known}
     facts = {
@@ -58,6 +59,20 @@ def check_contamination(
         "first": known[0].id if known else None,
     }
     return [item for item in train if item.id not in dropped], facts
+
+
+def check_split(lines: Sequence[Mapping[str, Any]], split: Mapping[str, Any], where: str) -> None:
+    """Make sure that a corpus can be trained on and tested with: :func:`check_contamination`.
+
+    ``lines`` are those of the corpus ``where``; ``split`` has ``unit``, ``train_events`` and
+    ``test_events``.
+    """
+    train = train_items(lines, split["unit"], split["train_events"])
+    test = held_out_items(lines, split["unit"], split["test_events"])
+    try:
+        check_contamination(train, test, same_corpus=True)
+    except CheckFailed as error:
+        raise CheckFailed(f"{where}: {error}") from None
 
 
 def _text_digest(item: Item) -> str:

@@ -16,6 +16,7 @@ from pharos.corpus.stream import Stream
 from pharos.corpus.tables import read_rows
 from pharos.corpus.watch import CATEGORICAL, generate_watch
 from pharos.errors import InputError
+from pharos.runtime.log import warn
 
 Line = dict[str, Any]
 MOST_CATEGORIES = 50
@@ -203,6 +204,8 @@ def import_corpus(corpus: Mapping[str, Any], seed: int) -> list[Line]:
     seed
         The clusters are put into a random order of this seed, the lines of each together.
 
+    Where there are more than two labels, a warning names those that count as negative.
+
     Raises
     ------
     InputError
@@ -220,6 +223,11 @@ def import_corpus(corpus: Mapping[str, Any], seed: int) -> list[Line]:
             f"{path}: {how_many} has the label {wanted} that counts as positive; "
             f"found {', '.join(sorted(found)[:8])}"
         )
+    if len(found) > 2:
+        rest = ", ".join(
+            f"{label} ({count})" for label, count in sorted(found.items()) if label != wanted
+        )
+        warn(f"{path}: {len(found)} labels; all but {wanted} count as negative: {rest}")
     by_cluster: dict[str, list[Line]] = {}
     for _, line in rows:
         line["label"] = _label_text(line["label"]) == wanted
