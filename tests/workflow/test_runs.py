@@ -292,6 +292,8 @@ def test_a_leaking_corpus_goes_on_when_the_gate_is_not_enforced(workspace, tiny_
     assert "going on, because shortcut_gate.enforce is false" in done.stderr
     promotion = artifacts(workspace)["results/gate/promotion/tiny/notes/seed1/lora.json"]["result"]
     assert promotion["verdict"] != "PROMOTE"
+    assert f"pharos: tiny/notes/seed1/lora: {promotion['verdict']}. " in done.stderr
+    assert "pharos: report: results/report/index.html" in done.stderr.splitlines()
     assert "LEAK" in (workspace.folder / "results/report/index.html").read_text()
     # The same run, then other content under the same name.
     assert planned(workspace) == {}

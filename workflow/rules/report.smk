@@ -24,3 +24,11 @@ rule report:
         title=CONFIG["report"]["title"],
     script:
         "../scripts/report.py"
+
+
+onsuccess:
+    import sys
+    from pharos.report.closing import closing_lines
+
+    for line in closing_lines(ARTIFACTS["promotions"], "results/report/index.html"):
+        print(line, file=sys.stderr)
