@@ -207,9 +207,22 @@ def operations(model, ids, answers):
         beginnings = {tuple(a[:k]) for a in known.values() for k in range(len(a))}
         tokens += len(prompt) - prefix + len(beginnings) - 1
         reads += len(beginnings)
-    weights = sum(a * b * count for (a, b), count in ground.linear_layers(model).items())
-    output = model.get_output_embeddings().weight.numel()
-    return tokens, 2 * (tokens * weights + reads * output)
+    return tokens, ground.product_operations(model, tokens, reads)
+
+
+def operations_one_by_one(model, ids, answers):
+    """Operations of scoring each answer behind its own prompt, the output layer at every token.
+
+    So the harness does it. Its padding is left out; answers that differ in their last token alone
+    share a row, as they do there.
+    """
+    rows = {
+        (*prompt, *answer[:-1])
+        for prompt, known in zip(ids, answers, strict=True)
+        for answer in known.values()
+    }
+    tokens = sum(map(len, rows))
+    return ground.product_operations(model, tokens, tokens)
 
 
 def against_harness(ours, rounds):
@@ -246,6 +259,7 @@ def against_harness(ours, rounds):
     bound = result["fragile"]["noise"]["bound"]
     ids, answers = ours.encode(texts, ours.items)
     tokens, work = operations(ours.loaded.model, ids, answers)
+    few_ids, few_answers = ours.encode(ANSWERS[:4], few)
     share = [work / took / rate for took, rate in zip(times["two"], times["rate"], strict=True)]
     count = len(ours.items)
     return {
@@ -260,6 +274,12 @@ def against_harness(ours, rounds):
         "harness": {
             "batch_size": best,
             "prompts_per_s": {size: count / took for size, took in by_size.items()},
+        },
+        "operations": {
+            "two": work,
+            "two_theirs": operations_one_by_one(ours.loaded.model, ids, answers),
+            "four": operations(ours.loaded.model, few_ids, few_answers)[1],
+            "four_theirs": operations_one_by_one(ours.loaded.model, few_ids, few_answers),
         },
         "ratios": {
             "evaluation_two_answers": ratios(times["two"], times["two_theirs"]),

@@ -143,13 +143,18 @@ def ratios(ours, theirs):
     return spread([b / a for a, b in zip(ours, theirs, strict=True)])
 
 
-def seconds(work, device="cpu"):
-    """Wall time of ``work()``, and what it returned."""
-    started = time.perf_counter()
-    done = work()
+def now(device):
+    """The clock, when everything that ``device`` was asked for is done."""
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started, done
+    return time.perf_counter()
+
+
+def seconds(work, device="cpu"):
+    """Wall time of ``work()``, and what it returned."""
+    started = now(device)
+    done = work()
+    return now(device) - started, done
 
 
 def linear_layers(model):
@@ -181,24 +186,57 @@ def product_rate(model, rows):
     return operations / total
 
 
-def time_by_kind(work, device="cpu"):
-    """Where the time of ``work()`` goes: the share of each kind of :data:`KINDS`, and of the rest.
+def product_operations(model, tokens, outputs):
+    """Operations of the matrix products of a forward pass, those of attention left out.
 
-    The rest is what no operation of torch accounts for: Python, and waiting.
+    ``tokens`` go through the linear layers, ``outputs`` of them through the output layer.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        wall, _ = seconds(work, device)
-    spent = Counter()
-    for event in profiler.key_averages():
-        kind = kind_of(event.key)
-        if kind is not None:
-            own = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
-            spent[kind] += own / 1e6
-    shares = {kind: spent[kind] / wall for kind in KINDS}
-    return {**shares, "rest": max(0.0, 1 - sum(shares.values()))}
+    weights = sum(a * b * count for (a, b), count in linear_layers(model).items())
+    return 2 * (tokens * weights + outputs * model.get_output_embeddings().weight.numel())
+
+
+def time_by_kind(work, device="cpu"):
+    """Where the time of ``work()`` goes; see :class:`Profile`."""
+    profile = Profile(device)
+    profile.start()
+    work()
+    profile.stop()
+    return profile.shares
+
+
+class Profile:
+    """Where time goes: the share of each kind of :data:`KINDS`, and of the rest.
+
+    The rest is what no operation of torch accounts for: Python, and waiting. ``shares`` are
+    there after ``stop``.
+    """
+
+    def __init__(self, device):
+        """``device`` is waited for before the clock is read."""
+        self.device = device
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+
+    def start(self):
+        """Begin."""
+        self._profiler.start()
+        self._started = now(self.device)
+
+    def stop(self):
+        """End, and count."""
+        wall = now(self.device) - self._started
+        self._profiler.stop()
+        spent = Counter()
+        gpu = self.device == "cuda"
+        for event in self._profiler.key_averages():
+            kind = kind_of(event.key)
+            if kind is not None:
+                own = event.self_device_time_total if gpu else event.self_cpu_time_total
+                spent[kind] += own / 1e6
+        shares = {kind: spent[kind] / wall for kind in KINDS}
+        self.shares = {**shares, "rest": max(0.0, 1 - sum(shares.values()))}
 
 
 def kind_of(operation):

@@ -26,6 +26,12 @@ TARGETS = (
     ("training_memory_sft", "peak memory of SFTTrainer, over ours", 1.0),
     ("prefill_share", "share of the machine's matrix products in prefill", 0.6),
 )
+# Where the operations of both sides of a ratio are counted: bench, theirs, ours.
+OPERATIONS = {
+    "evaluation_two_answers": ("evaluation", "two_theirs", "two"),
+    "evaluation_four_answers": ("evaluation", "four_theirs", "four"),
+    "training_trainer": ("training", "trainer", "ours"),
+}
 NAMES = {
     "two": "two answers, Pharos",
     "noise": "two answers, Pharos, with its estimate of the numerical noise",
@@ -122,10 +128,18 @@ def _missed(results):
     for name, what, target in TARGETS:
         median = ratios[name]["median"]
         if median < target:
-            lines.append(
+            line = (
                 f"- {what}: {_number(median, name)} instead of {_number(target, name)}, "
                 f"{1 - median / target:.0%} short."
             )
+            if name in OPERATIONS:
+                part, theirs, ours = OPERATIONS[name]
+                counted = results[part]["result"]["operations"]
+                line += (
+                    " With both sides at the same rate of operations it would be "
+                    f"{counted[theirs] / counted[ours]:.2f}: so many more does the other side need."
+                )
+            lines.append(line)
     if not lines:
         return "Every target is met."
     where = "What the time is spent on stands below, under *where the time goes*."
@@ -195,7 +209,6 @@ def _training(result):
             f"events (loss {curve['first']:.3f} to {curve['last']:.3f}) the curve differs from "
             f"the plain loop's by at most {curve['largest_difference']:.1e}.",
             _table(["memory", "peak, MiB"], _memory(result)),
-            "Where the time goes in a run of one step, from the texts to the written adapter:",
             _table(["where the time goes", "share"], _profile(result)),
         ]
     )
@@ -247,10 +260,11 @@ def _gate(results):
 HOW = """\
 All sides run in one process on the same weights and the same data, by turns, round by round; a
 ratio is taken within a round, and the median over the rounds is given with the least and the
-greatest. Nothing is timed cold. Memory is the peak of a fresh process that does one round: of the
-process on a CPU, of what torch allocated on a GPU. Shares of time are those of torch's profiler:
-*attention* is the fused kernel or products of batches of matrices, *rest* is Python and waiting,
-and in training the set-up and writing around the step, which the ratios leave out.
+greatest. Nothing is timed cold: a training step is the second of its run. Memory is the peak of a
+fresh process that does one round: of the process on a CPU, of what torch allocated on a GPU.
+Shares of time are those of torch's profiler: *attention* is the fused kernel or products of
+batches of matrices, *rest* is Python and waiting. Operations are those of the matrix products of
+linear and output layers, counted from the tokens.
 
 Of lm-evaluation-harness only `loglikelihood` is timed; of ours everything from texts to verdicts.
 The Trainers are timed from the start of a step to its end, without loading data. A bench stops

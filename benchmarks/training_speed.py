@@ -2,7 +2,8 @@
 
 All train the same LoRA adapter from the same first weights on the same examples in the same
 batches, with the same optimiser, schedule and loss (of the answer's tokens alone), by turns. Only
-the steps are timed, from the batch to the optimiser's end: no loading, no set-up, no checkpoint.
+the last of two steps is timed, from the batch to the optimiser's end: no loading, no set-up, no
+checkpoint, and memory that the first step has had already.
 SFTTrainer computes activations twice to save memory unless it is told not to; both are measured.
 
     python benchmarks/training_speed.py [--model FOLDER] [--device cuda] [--output FILE.json]
@@ -12,7 +13,6 @@ import contextlib
 import json
 import math
 import tempfile
-import time
 from pathlib import Path
 
 import ground
@@ -21,9 +21,16 @@ from ground import Ground, peak_mib, peak_of, ratios, spread
 
 from pharos.errors import CheckFailed, explained
 from pharos.evaluate.prompts import PromptBuilder, shared_prefix_length
+from pharos.finetune import train
 from pharos.finetune.adapter import add_lora
 from pharos.finetune.data import batches_of_epoch, encode_examples
-from pharos.finetune.packed import batch_loss, pack, packed_model, plain_loss
+from pharos.finetune.packed import (
+    batch_loss,
+    computed_tokens,
+    pack,
+    packed_model,
+    plain_loss,
+)
 from pharos.finetune.train import learning_rate, train_adapter
 from pharos.models.sources import base_identity
 
@@ -48,21 +55,30 @@ class Side:
         self.builder = PromptBuilder(self.loaded.tokenizer, setting.task["prompt"])
         self.base = base_identity(setting.fetched)
 
-    def run(self, items, adapter):
-        """``(seconds of a step, losses)`` of one pass over ``items``."""
+    def run(self, items, adapter, profile=None):
+        """``(seconds of the last step, losses)`` of one pass over ``items``.
+
+        ``profile`` (:class:`ground.Profile`) is told of that step.
+        """
+        watch = Watch(self.loaded.device, math.ceil(len(items) / adapter["batch_size"]), profile)
         if self.name == "ours":
-            with tempfile.TemporaryDirectory() as folder:
-                training = train_adapter(
-                    self.loaded,
-                    self.builder,
-                    items,
-                    adapter,
-                    self.base,
-                    Path(folder, "adapter"),
-                    Path(folder, "checkpoints"),
-                )
-            return training.timing["train_s"] / training.result["steps"], training.result["losses"]
-        return self._theirs(items, adapter)
+            losses = self._ours(items, adapter, watch)
+        else:
+            losses = self._theirs(items, adapter, watch)
+        return watch.seconds[-1], losses
+
+    def _ours(self, items, adapter, watch):
+        with tempfile.TemporaryDirectory() as folder, watch.our_steps():
+            training = train_adapter(
+                self.loaded,
+                self.builder,
+                items,
+                adapter,
+                self.base,
+                Path(folder, "adapter"),
+                Path(folder, "checkpoints"),
+            )
+        return training.result["losses"]
 
     def examples(self, items, adapter):
         """The examples in the order in which the batches take them."""
@@ -72,7 +88,7 @@ class Side:
         order = batches_of_epoch(len(found), adapter["batch_size"], adapter["seed"], 0)
         return [found[place] for batch in order for place in batch]
 
-    def _theirs(self, items, adapter):
+    def _theirs(self, items, adapter, watch):
         examples = self.examples(items, adapter)
         model = add_lora(self.loaded.model, adapter, self.base)
         steps = math.ceil(len(examples) / adapter["batch_size"])
@@ -98,7 +114,7 @@ class Side:
             "logging_strategy": "no",
             "seed": adapter["seed"],
         }
-        watch = Watch(self.loaded.device)
+        losses = []
         try:
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
                 make = _trainer if self.name == "trainer" else _sft_trainer
@@ -112,26 +128,53 @@ class Side:
                     optimizers=(optimizer, schedule),
                     callbacks=[watch.callback()],
                 )
-                watch.listen(trainer)
+                _listen(trainer, losses)
                 trainer.train()
         finally:
             model.unload()
             self.loaded.model.eval()
-        return sum(watch.seconds) / steps, watch.losses
+        return losses
 
 
 class Watch:
-    """Seconds and loss of every step of a Trainer."""
+    """Seconds of every step of a run of ``steps``; the last one is profiled, where asked."""
 
-    def __init__(self, device):
+    def __init__(self, device, steps, profile=None):
         """``device`` is waited for before the clock is read."""
-        self.device, self.seconds, self.losses = device, [], []
+        self.device, self.steps, self.profile, self.seconds = device, steps, profile, []
 
-    def now(self):
-        """The clock, when everything asked for is done."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def begin(self):
+        """A step begins."""
+        if self.profile is not None and len(self.seconds) == self.steps - 1:
+            self.profile.start()
+        self._started = ground.now(self.device)
+
+    def end(self):
+        """It is done."""
+        self.seconds.append(ground.now(self.device) - self._started)
+        if self.profile is not None and len(self.seconds) == self.steps:
+            self.profile.stop()
+
+    @contextlib.contextmanager
+    def our_steps(self):
+        """Watch our loop, which counts its steps in a progress: one ends where the next begins."""
+        watch, plain = self, train.Progress
+
+        class Clock(plain):
+            def __enter__(self):
+                watch.begin()
+                return super().__enter__()
+
+            def advance(self, *args, **fields):
+                watch.end()
+                super().advance(*args, **fields)
+                watch.begin()
+
+        train.Progress = Clock
+        try:
+            yield
+        finally:
+            train.Progress = plain
 
     def callback(self):
         """What the Trainer is given to call."""
@@ -141,23 +184,24 @@ class Watch:
 
         class Clock(TrainerCallback):
             def on_step_begin(self, *args, **kwargs):
-                self.started = watch.now()
+                watch.begin()
 
             def on_step_end(self, *args, **kwargs):
-                watch.seconds.append(watch.now() - self.started)
+                watch.end()
 
         return Clock()
 
-    def listen(self, trainer):
-        """Keep what every step of ``trainer`` returns as its loss."""
-        step = trainer.training_step
 
-        def kept(*args, **kwargs):
-            loss = step(*args, **kwargs)
-            self.losses.append(float(loss))
-            return loss
+def _listen(trainer, losses):
+    """Keep what every step of ``trainer`` returns as its loss."""
+    step = trainer.training_step
 
-        trainer.training_step = kept
+    def kept(*args, **kwargs):
+        loss = step(*args, **kwargs)
+        losses.append(float(loss))
+        return loss
+
+    trainer.training_step = kept
 
 
 def _trainer(model, tokenizer, examples, settings, **more):
@@ -194,6 +238,22 @@ def _labels(example):
 def largest_difference(found, expected):
     """The largest difference of two lists of losses, relative to the expected one."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def operations(model, examples):
+    """Operations of a step: ours, and what the padded batch of a Trainer comes to.
+
+    Forward, and as many again for the gradients of what went in; the weights are frozen. The
+    adapter's own and those of attention are left out.
+    """
+    shared = shared_prefix_length([e.ids[: e.prompt_length] for e in examples])
+    learned = sum(example.answer_length for example in examples)
+    padded = len(examples) * max(len(example.ids) for example in examples)
+    computed = computed_tokens(examples, shared, len(examples))
+    return {
+        "ours": 2 * ground.product_operations(model, computed, learned),
+        "trainer": 2 * ground.product_operations(model, padded, padded),
+    }
 
 
 def gradient_difference(side, items, adapter):
@@ -270,8 +330,7 @@ def measure(setting, rounds):
     for name, difference in differences.items():
         if difference > LOSS_TOLERANCE[dtype]:
             raise CheckFailed(f"the losses of {name} differ by {difference:.2g}: other work")
-    # Those were the cold steps; now one step a round.
-    items = items[: adapter["batch_size"]]
+    # Those were the cold runs.
     times = {name: [] for name in SIDES}
     for _ in range(rounds):
         for name, side in sides.items():
@@ -279,14 +338,17 @@ def measure(setting, rounds):
     curve = {**adapter, "batch_size": CURVE_BATCH}
     curve_items = setting.items("train", CURVE_STEPS * CURVE_BATCH)
     found, expected = ours.run(curve_items, curve)[1], plain_losses(ours, curve_items, curve)
-    examples = ours.examples(items, adapter)
+    timed = ours.examples(items, adapter)[-adapter["batch_size"] :]
+    profile = ground.Profile(ours.loaded.device)
+    ours.run(items, adapter, profile)
     result = {
         **setting.facts(ours.loaded),
         "rounds": rounds,
         "batch_size": adapter["batch_size"],
         "rank": adapter["rank"],
         "targets": adapter["targets"],
-        "tokens_a_step": sum(len(e.ids) for e in examples),
+        "tokens_a_step": sum(len(e.ids) for e in timed),
+        "operations": operations(ours.loaded.model, timed),
         "examples_per_s": {
             name: spread(adapter["batch_size"] / took for took in times[name]) for name in SIDES
         },
@@ -303,7 +365,7 @@ def measure(setting, rounds):
                 "largest_difference": largest_difference(found, expected),
             },
         },
-        "profile": ground.time_by_kind(lambda: ours.run(items, adapter), ours.loaded.device),
+        "profile": profile.shares,
     }
     return result, ours.loaded
 

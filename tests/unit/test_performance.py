@@ -67,6 +67,7 @@ def written(bench, tmp_path):
             "harness": {"batch_size": 8, "prompts_per_s": {8: 3.0, 16: 2.5}},
             "ratios": {name: r for name, r in targets.items() if name.startswith("evaluation")},
             "prefill_share": targets["prefill_share"],
+            "operations": {"two": 1e11, "two_theirs": 3e11, "four": 1e11, "four_theirs": 5e11},
             "prompts_per_s": {"two": same(9.0), "two_theirs": same(3.0)},
             "product_gflops": same(140.0),
             "agreement": {"two_answers": agreement, "four_answers": agreement},
@@ -79,6 +80,7 @@ def written(bench, tmp_path):
             "targets": ["q_proj"],
             "batch_size": 8,
             "tokens_a_step": 1100,
+            "operations": {"ours": 2e11, "trainer": 3e11},
             "rounds": 5,
             "ratios": {name: r for name, r in targets.items() if name.startswith("training")},
             "examples_per_s": {"ours": same(2.0), "trainer": same(0.8)},
@@ -119,6 +121,7 @@ def test_the_page_says_by_how_much_a_target_is_missed(bench, written):
     page = module.page(results)
     assert "2.40 instead of 3.00, 20% short" in page
     assert page.count(" short.") == 1
+    assert "at the same rate of operations it would be 3.00" in page
 
 
 def test_what_precision_changes_is_on_the_page_where_it_was_measured(bench, written):
@@ -183,6 +186,33 @@ def test_useful_tokens_are_those_that_no_engine_can_leave_out(bench):
     assert tokens == 2 + 2 + 1 + 2
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
     assert operations == 2 * (tokens * weights + 4 * 300 * 32)
+    # One by one: a row for each answer, but one for the two that differ in their last token alone.
+    one_by_one = bench("evaluation_speed").operations_one_by_one(net, prompts, answers)
+    assert one_by_one == 2 * (6 + 5 + 3) * (weights + 300 * 32)
+
+
+def test_the_operations_of_a_step_are_those_of_a_padded_batch_and_of_a_packed_one(bench):
+    import tiny_models
+    from pharos.finetune.data import Example
+
+    examples = [Example("a", [1, 2, 3, 7, 9], 3), Example("b", [1, 2, 7, 9], 2)]
+    found = bench("training_speed").operations(tiny_models.model(), examples)
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert found["trainer"] == 4 * 2 * 5 * (weights + 300 * 32)
+    # The shared opening once (a prompt keeps its last token), no end token; four are learned.
+    assert found["ours"] == 4 * ((1 + 3 + 2) * weights + 4 * 300 * 32)
+
+
+def test_the_last_step_is_timed_and_profiled_on_every_side(bench, setting):
+    module, ground = bench("training_speed"), bench("ground")
+    adapter = {**setting.adapter, "batch_size": 2}
+    for name in ("ours", "trainer"):
+        profile = ground.Profile("cpu")
+        took, losses = module.Side(name, setting).run(setting.items("train", 6), adapter, profile)
+        assert took > 0
+        assert len(losses) == 3
+        assert profile.shares["matrix products"] > 0
+        assert 0.99 < sum(profile.shares.values()) < 1.3
 
 
 @pytest.fixture
