@@ -56,11 +56,15 @@ format: $(DEV_STAMP)
 
 setup-bench: $(BENCH_STAMP)
 
+# One of the benches asks with the adapter of `make run`, where there is one.
+TRAINED = $(wildcard results/finetune/smollm2-135m-instruct/watch/seed7/lora-r16)
+
 bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/gate_speed.py --output .cache/bench/gate.json
 	$(BIN)/python benchmarks/evaluation_speed.py --output .cache/bench/evaluation.json
 	$(BIN)/python benchmarks/training_speed.py --output .cache/bench/training.json
-	$(BIN)/python benchmarks/precision.py --output .cache/bench/precision.json
+	$(BIN)/python benchmarks/precision.py $(addprefix --adapter ,$(TRAINED)) \
+		--output .cache/bench/precision.json
 	$(BIN)/python benchmarks/performance.py --gather .cache/bench
 	$(BIN)/python benchmarks/thread_binding.py
 	$(BIN)/python benchmarks/dry_run.py

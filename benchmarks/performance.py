@@ -226,6 +226,7 @@ def _precision(results):
             run["verdicts_differing"],
             run["settled"],
             f"{run['movement']['median']:.3f}, {run['movement']['largest']:.3f}",
+            f"{run['ask_s']:.0f} s, {run['settle_s']:.0f} s",
         ]
         for name, run in result["runs"].items()
     ]
@@ -238,7 +239,7 @@ def _precision(results):
     )
     head = [
         "weights/arithmetic", "F1 (interval)", "verdicts that differ first", "then", "settled",
-        "margin moved by (median, largest)",
+        "margin moved by (median, largest)", "asking, settling",
     ]  # fmt: skip
     return ["## Precision", text, _table(head, rows)]
 

@@ -4,7 +4,7 @@ The default model is asked about the same events in each precision. Verdicts are
 those of the float32 run, as first scored and after settling. Those of a 4-bit run are settled
 with its 4-bit weights, so what then differs is what 4 bits cost in accuracy.
 
-    python benchmarks/precision.py [--events 120] [--adapter FOLDER] [--model FOLDER]
+    python benchmarks/precision.py [--events 60] [--adapter FOLDER] [--model FOLDER]
                                    [--output FILE.json]
 
 With --adapter (results/finetune/MODEL/TASK/seedN/ADAPTER, say) the model answers with it.
@@ -60,7 +60,7 @@ def beside(predictions, exact):
 def main():
     """Ask in each precision, print, and write the artifact where one is asked for."""
     options = parser(__doc__.splitlines()[0], Path(__file__).name)
-    options.add_argument("--events", type=int, default=120)
+    options.add_argument("--events", type=int, default=60)
     options.add_argument("--adapter", type=Path)
     args = options.parse_args()
     ground = Ground(args)

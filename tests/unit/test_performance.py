@@ -133,11 +133,13 @@ def test_what_precision_changes_is_on_the_page_where_it_was_measured(bench, writ
         "verdicts_differing": 1,
         "settled": 7,
         "movement": {"median": 0.1, "p95": 0.2, "largest": 0.25},
+        "ask_s": 20.4,
+        "settle_s": 3.2,
     }
     result = {"n": 120, "adapter": True, "runs": {"nf4/float32": run}, "ratios": {}}
     (written / "precision.json").write_text(json.dumps(artifact(result)))
     page = module.page(module.gather(written))
-    row = "| nf4/float32 | 0.971 (0.940–0.990) | 3 | 1 | 7 | 0.100, 0.250 |"
+    row = "| nf4/float32 | 0.971 (0.940–0.990) | 3 | 1 | 7 | 0.100, 0.250 | 20 s, 3 s |"
     assert row in page
 
 
