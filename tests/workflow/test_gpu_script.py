@@ -29,7 +29,7 @@ def test_it_compares_and_probes_offline_from_a_folder_with_a_model(tmp_path):
     model, out = tiny_models.write_chat_model(tmp_path / "a model"), tmp_path / "out"
     done = gpu(model, out, DEVICE="cpu", ROUNDS="1", PHAROS_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
-    assert "done in" in done.stderr
+    assert "done in" in done.stdout
     ratios = json.loads((out / "results.json").read_text())["ratios"]
     assert {"evaluation_two_answers", "training_trainer", "training_sft"} <= ratios.keys()
     probe = json.loads((out / "probe.json").read_text())["result"]
