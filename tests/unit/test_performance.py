@@ -119,7 +119,7 @@ def test_the_page_says_by_how_much_a_target_is_missed(bench, written):
     module = bench("performance")
     results = module.gather(written)
     assert "Every target is met." in module.page(results)
-    assert "does not make | – | 1.25 |" in module.page(results)
+    assert "of the default task) | – | 1.25 |" in module.page(results)
     results["ratios"]["evaluation_two_answers"]["median"] = 2.4
     page = module.page(results)
     assert "2.40 instead of 3.00, 20% short" in page
