@@ -17,6 +17,13 @@ from pharos.errors import InputError
 LONGEST_VALUE = 60
 # What JSON, and every library behind it, holds exactly.
 LARGEST_INTEGER = 2**53
+# What a value that does not match a pattern of the schema lacks.
+PATTERNS_IN_WORDS = {
+    r"\{text\}": "has no {text}, the place where the text of the item goes",
+    r"\S": "is empty; text is expected",
+    "^[0-9a-f]{64}$": "is not a SHA-256: 64 digits and letters a to f",
+    r"\.gguf$": "does not end in .gguf",
+}
 CORPUS_KEYS = {
     "generator": ("events", "positive_share", "decoy_share"),
     "file": ("positive", "columns", "categorical"),
@@ -195,7 +202,8 @@ def _in_words(error: ValidationError) -> str:
                     f"{at}the name {_shown(value)} will not do: lower-case letters, digits, "
                     "'.', '_' and '-', at most 64, starting with a letter or digit"
                 )
-            return f"{at}{_shown(value)} does not match {expected}"
+            said = PATTERNS_IN_WORDS.get(expected, f"does not match {expected}")
+            return f"{at}{_shown(value)} {said}"
         case "not":
             return f"{at}the name {value!r} is taken"
     # The library's message holds the whole value; ours, the start of it.
@@ -208,8 +216,13 @@ def _types(value: str | list[str]) -> str:
 
 def did_you_mean(name: str, known: list[str]) -> str:
     """``"; did you mean X?"`` for the nearest known name, else the list of known names."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known) or 'none'}"
+    near = nearest(name, known)
+    return f"; did you mean {near}?" if near else f"; known: {', '.join(known) or 'none'}"
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The known name that ``name`` is probably a slip of; ``None`` where none is close."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
