@@ -259,7 +259,7 @@ def test_a_users_file_too_small_for_training_and_testing_is_refused(own):
             {"positive": "Spam"},
             "no line has the label Spam that counts as positive; found ham, spam",
         ),
-        ({"positive": True}, "no line has the label true"),
+        ({"positive": True}, "no line has the label true that counts as positive; found ham, spam"),
         ({"categorical": ["sauce"]}, "1: the column 'sauce' is missing; did you mean source?"),
         ({"columns": {"text": "bdy"}}, "did you mean body?"),
     ],
@@ -269,6 +269,25 @@ def test_a_users_file_that_does_not_fit_its_block_is_refused(own, change, messag
     with pytest.raises(InputError) as error:
         import_corpus({**own["corpus"], **change, "columns": columns}, 1)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("positive", "labels", "hint"),
+    [
+        (True, ["yes", "no"], '; in YAML that word needs quotes: positive: "yes"'),
+        (False, ["No", "maybe"], '; in YAML that word needs quotes: positive: "No"'),
+        ("Yes", ["yes", "no"], "found no, yes"),
+        (True, ["1", "no"], "found 1, no"),
+    ],
+)
+def test_a_label_that_yaml_reads_as_a_truth_value_is_told(tmp_path, positive, labels, hint):
+    path = tmp_path / "own.jsonl"
+    rows = [{**GOOD, "id": x, "cluster": x, "label": x} for x in labels]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    block = {"file": str(path), "columns": {}, "positive": positive, "categorical": []}
+    with pytest.raises(InputError) as error:
+        import_corpus(block, 1)
+    assert str(error.value).endswith(hint)
 
 
 def test_numbers_may_be_labels(tmp_path, own):

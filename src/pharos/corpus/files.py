@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pharos.config import did_you_mean
+from pharos.config import did_you_mean, nearest
 from pharos.corpus.stream import Stream
 from pharos.corpus.tables import read_rows
 from pharos.corpus.watch import CATEGORICAL, generate_watch
@@ -21,6 +21,15 @@ from pharos.runtime.log import warn
 Line = dict[str, Any]
 MOST_CATEGORIES = 50
 COLUMNS = ("id", "text", "label", "group", "cluster")
+MEANINGS = {
+    "id": "its unique name",
+    "text": "what is read",
+    "label": "its class",
+    "group": "what the shortcut gate holds out together: a site, a year, an author",
+    "cluster": "the lines that share one label, as those of one event",
+}
+# YAML 1.1 reads these words as true and false where they stand without quotes.
+YAML_WORDS = {True: ("yes", "on"), False: ("no", "off")}
 
 
 def read_corpus(path: Path | str) -> list[Line]:
@@ -46,7 +55,11 @@ def read_corpus(path: Path | str) -> list[Line]:
 
 
 def read_labelled(
-    path: Path | str, columns: Mapping[str, str], categorical: Sequence[str] | None
+    path: Path | str,
+    columns: Mapping[str, str],
+    categorical: Sequence[str] | None,
+    *,
+    options: bool = False,
 ) -> list[tuple[int, Line]]:
     """Read any labelled file, and call its columns by the names that corpora use.
 
@@ -56,10 +69,13 @@ def read_labelled(
         JSONL, CSV or Parquet, see :func:`~pharos.corpus.tables.read_rows`.
     columns
         What the file calls ``id``, ``text``, ``label``, ``group`` and ``cluster``, where it is
-        something else. A file without ids gets line numbers for them.
+        something else. A file without ids gets line numbers for them. In a file without a
+        column ``id``, ``cluster: id`` means the ids of the lines, whatever they are called.
     categorical
         Further columns to keep, as text; a missing value becomes empty text. ``None`` for every
         further column of text with at most 50 different values.
+    options
+        Columns are named by options (``--cluster``), and not in a configuration: so errors say it.
 
     Returns
     -------
@@ -86,12 +102,21 @@ def read_labelled(
             )
     rows = []
     unlabelled = []
+    has_id = any("id" in row for _, row in found)
     for number, row in found:
         where = f"{path}:{number}"
-        row = {names["id"]: str(number), **row} if names["id"] == "id" else row
-        for column in (*names.values(), *categorical):
+        known = sorted(map(str, row))
+        if names["id"] == "id":
+            row = {"id": str(number), **row}
+        elif not has_id and names["id"] in row:
+            row = {**row, "id": row[names["id"]]}
+        for key, column in names.items():
             if column not in row:
-                raise InputError(f"{where}: the column {column!r} is missing{_near(column, row)}")
+                raise InputError(f"{where}: {_no_column(key, column, known, options)}")
+        for column in categorical:
+            if column not in row:
+                near = did_you_mean(column, known)
+                raise InputError(f"{where}: the column {column!r} is missing{near}")
         line: Line = {
             key: _as_text(row[names[key]], f"{where}: {names[key]}")
             for key in COLUMNS
@@ -160,6 +185,21 @@ def _near(key: str, line: Mapping[str, Any]) -> str:
     return did_you_mean(key, sorted(map(str, line)))
 
 
+def _no_column(key: str, column: str, known: list[str], options: bool) -> str:
+    """What to say of a file without the column of a field: what it is for, and where to name it."""
+    place = f"--{key}" if options else f"columns.{key} of the task's corpus in the configuration"
+    near = nearest(column, known)
+    said = f"the column {column!r} is missing"
+    if near is not None:
+        return f"{said}; did you mean {near}? Name it with {place}"
+    own = "`--cluster id`" if options else "`cluster: id`"
+    alone = f", or write {own} if every line is an event of its own" if key == "cluster" else ""
+    return (
+        f"{said}, and every line needs {'an' if key == 'id' else 'a'} {key} ({MEANINGS[key]}); "
+        f"the file has {', '.join(known)}: name one with {place}{alone}"
+    )
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -221,7 +261,7 @@ def import_corpus(corpus: Mapping[str, Any], seed: int) -> list[Line]:
         how_many = "no line" if found[wanted] == 0 else "every line"
         raise InputError(
             f"{path}: {how_many} has the label {wanted} that counts as positive; "
-            f"found {', '.join(sorted(found)[:8])}"
+            f"found {', '.join(sorted(found)[:8])}{_quotes(positive, found)}"
         )
     if len(found) > 2:
         rest = ", ".join(
@@ -234,6 +274,14 @@ def import_corpus(corpus: Mapping[str, Any], seed: int) -> list[Line]:
         by_cluster.setdefault(line["cluster"], []).append(line)
     order = Stream("import", seed).shuffled(list(by_cluster))
     return [line for cluster in order for line in by_cluster[cluster]]
+
+
+def _quotes(positive: Any, found: Mapping[str, int]) -> str:
+    """A hint at the quotes that ``positive`` lacks, where a label is a word that YAML reads so."""
+    if not isinstance(positive, bool):
+        return ""
+    word = next((label for label in found if label.lower() in YAML_WORDS[positive]), None)
+    return "" if word is None else f'; in YAML that word needs quotes: positive: "{word}"'
 
 
 def _label_text(label: bool | str) -> str:

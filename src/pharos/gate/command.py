@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from pharos.gate.shortcut import shortcut_gate
 
     columns = {name: getattr(args, name) for name in COLUMNS}
-    lines = [line for _, line in read_labelled(args.file, columns, args.categorical)]
+    lines = [line for _, line in read_labelled(args.file, columns, args.categorical, options=True)]
     result = shortcut_gate(lines, settings, list(lines[0])[len(COLUMNS) :])
     if args.output is not None:
         running.write(
