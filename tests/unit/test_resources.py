@@ -238,9 +238,13 @@ def test_a_record_without_a_shape_tells_none(place, three_billion):
 
 
 def run_plan(*arguments):
+    return plan_of(CODE_FOLDER / "config/cluster.yaml", *arguments)
+
+
+def plan_of(configfile, *arguments):
     from pharos.cli import main
 
-    return main(["plan", "--configfile", str(CODE_FOLDER / "config/cluster.yaml"), *arguments])
+    return main(["plan", "--configfile", str(configfile), *arguments])
 
 
 def write_profile(folder, gpu):
@@ -286,6 +290,23 @@ def test_a_plan_lists_equal_jobs_once_and_says_what_is_not_known(all_fetched, pl
     )
 
 
+@pytest.mark.parametrize(("gpu", "warned"), [({"gres": "gpu:1"}, True), ({}, False)])
+def test_a_plan_on_the_cpu_warns_of_gpus_that_the_profile_asks_for(
+    all_fetched, place, capsys, gpu, warned
+):
+    profile = write_profile(place / "p", {"slurm_partition": "gpu", **gpu})
+    raw = yaml.safe_load((CODE_FOLDER / "config/cluster.yaml").read_text())
+    (place / "cpu.yaml").write_text(yaml.safe_dump({**raw, "device": "cpu"}))
+    assert plan_of(place / "cpu.yaml", "--profile", profile) == 0
+    said = capsys.readouterr()
+    warning = (
+        "warning: device: cpu, but the profile sends evaluate to partition gpu with gres: gpu:1"
+    )
+    assert (warning in said.out) == warned
+    assert ("which would stand idle" in said.out) == warned
+    assert said.err == ""
+
+
 def test_a_plan_ends_with_what_fits_nowhere(all_fetched, place, capsys):
     gpu = {"slurm_partition": "gpu", "gres": "gpu:1", "gpu_memory_mb": 12000}
     profile = write_profile(place / "small", gpu)
@@ -306,7 +327,7 @@ def test_a_plan_leaves_out_what_has_been_run(all_fetched, place, capsys):
     said = capsys.readouterr().out
     assert re.search(r"^evaluate qwen2.5-3b-instruct base \(watch\) +6 ", said, re.MULTILINE)
     assert "97 jobs: " in said
-    assert "1 jobs have been run" in said
+    assert "1 job has been run" in said
     assert "of unknown memory (gpu_memory_mb)" in said
 
 

@@ -45,7 +45,7 @@ class Place:
 
     ``room_mb`` is the memory of one GPU there, or of this machine where no profile is given, in
     10^6 bytes; None where it is not known. ``fixed`` are the resources that the profile sets
-    itself, as it writes them.
+    itself, as it writes them. ``gpus`` is what it asks for in GPUs (``gres: gpu:1``), if anything.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Place:
     room_mb: float | None
     ahead_s: float
     fixed: Mapping[str, str]
+    gpus: str | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(line)
     for line in totals(rows, done, places):
         print(line)
+    for rule, place in places.items():
+        if place.on_cluster and place.gpus is not None and config["device"] == "cpu":
+            print(
+                f"warning: device: cpu, but the profile sends {rule} to {place.name} with "
+                f"{place.gpus}, which would stand idle: write device: cuda, or give {rule} the "
+                "CPU partition in the profile's set-resources"
+            )
     for name, reason in unknown.items():
         options = " --cores 1" if folder is None else f" --profile {folder}"
         target = f"results/models/{name}.json"
@@ -160,6 +168,7 @@ def place_of(rule: str, profile: Mapping[str, Any], device: str) -> Place:
         room_mb=room,
         ahead_s=_number(values, "stop_ahead_s") or 0.0,
         fixed={name: str(own[name]) for name in ("mem_mb", "runtime") if name in own},
+        gpus=next((f"{name}: {values[name]}" for name in ("gres", "gpu") if name in values), None),
     )
 
 
@@ -294,17 +303,23 @@ def totals(rows: Sequence[Row], done: int, places: Mapping[str, Place]) -> Itera
     kind = "GPU" if any(place.device.name == "cuda" for place in places.values()) else "CPU"
     left = sum(row.count for row in rows)
     unknown = sum(row.count for row in rows if row.job is None)
-    parts = [f"{left} jobs, of which nothing is known yet"]
+    parts = [f"{_jobs(left)}, of which nothing is known yet"]
     if unknown < left or not left:
         parts = [
-            f"{left} jobs: about {expected:.1f} {kind}-hours, at most {asked:.1f} by what is "
+            f"{_jobs(left)}: about {expected:.1f} {kind}-hours, at most {asked:.1f} by what is "
             "asked for"
         ]
         if unknown:
-            parts.append(f"{unknown} of them are not known, and not counted")
+            parts.append(
+                f"{unknown} of them {'is' if unknown == 1 else 'are'} not known, and not counted"
+            )
     if done:
-        parts.append(f"{done} jobs have been run")
+        parts.append(f"{_jobs(done)} {'has' if done == 1 else 'have'} been run")
     yield "; ".join(parts)
+
+
+def _jobs(count: int) -> str:
+    return f"{count} job{'' if count == 1 else 's'}"
 
 
 def partitions_that_fit(rows: Sequence[Row]) -> Iterator[str]:

@@ -111,8 +111,10 @@ def has_token() -> bool:
         return False
 
 
-def check_token() -> None:
+def check_token(*, quiet: bool = False) -> None:
     """Refuse a token that the hub does not know; warn of one that may do more than read.
+
+    ``quiet`` leaves out the log's line and the warning, for commands that ask about many models.
 
     Raises
     ------
@@ -120,6 +122,8 @@ def check_token() -> None:
         If there is a token and the hub refuses it.
     """
     too_much = granted_beyond_reading()
+    if quiet:
+        return
     log_event("token", beyond_reading=too_much)
     if too_much:
         warn(

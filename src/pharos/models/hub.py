@@ -88,11 +88,13 @@ def prefetch(source: Mapping[str, Any], pin: Path | None = None) -> dict[str, An
     }
 
 
-def find(source: Mapping[str, Any], pin: Path | None) -> tuple[Listing, Path]:
+def find(
+    source: Mapping[str, Any], pin: Path | None, *, quiet: bool = False
+) -> tuple[Listing, Path]:
     """The listing of a source at its commit, and the folder of the hub's snapshots.
 
     The hub is asked only for what is not known yet: the commit of a branch or tag that is not
-    pinned, the files of a commit that was never listed.
+    pinned, the files of a commit that was never listed. ``quiet``: as of ``check_token``.
     """
     repository, revision = source["repository"], source["revision"]
     commit = revision if COMMIT.fullmatch(revision) else _pinned(pin, repository, revision)
@@ -103,7 +105,7 @@ def find(source: Mapping[str, Any], pin: Path | None) -> tuple[Listing, Path]:
                 f"hub: {repository}: offline (HF_HUB_OFFLINE), and what revision {revision!r} "
                 "holds is not known here; run prefetch where there is a network"
             )
-        listing = _ask(repository, revision, commit)
+        listing = _ask(repository, revision, commit, quiet)
     if pin is not None and commit is None:
         pinned = {"repository": repository, "revision": revision, "commit": listing.commit}
         write_text_atomic(pin, json.dumps(pinned, indent=2) + "\n")
@@ -120,7 +122,7 @@ def still_to_fetch(source: Mapping[str, Any], pin: Path | None) -> int:
     CheckFailed
         As a fetch would: no access, no such repository, no network.
     """
-    listing, cache = find(source, pin)
+    listing, cache = find(source, pin, quiet=True)
     repository, name = source["repository"], source.get("gguf")
     if name is not None:
         _refuse_gguf(listing, name, f"hub: {repository}")
@@ -154,13 +156,13 @@ def _pinned(pin: Path | None, repository: str, revision: str) -> str | None:
     return None
 
 
-def _ask(repository: str, revision: str, commit: str | None) -> Listing:
+def _ask(repository: str, revision: str, commit: str | None, quiet: bool) -> Listing:
     cache = open_hub()
     warn_if_node_local(cache)
     import huggingface_hub
 
     with hub_errors_in_words(repository, revision):
-        check_token()
+        check_token(quiet=quiet)
         info = huggingface_hub.HfApi().model_info(
             repository, revision=commit or revision, files_metadata=True
         )

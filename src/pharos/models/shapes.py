@@ -90,7 +90,7 @@ def find_shape(
 
         source = model_config["hub"]
         pin = results / "pins" / f"{name}.json"
-        listing, cache = hub.find(source, pin if pin.exists() else None)
+        listing, cache = hub.find(source, pin if pin.exists() else None, quiet=True)
         where = f"hub: {source['repository']}"
         refuse_without_weights(listing.files, where)
         hub.fetch(listing, ["config.json"], cache)
