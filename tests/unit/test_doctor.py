@@ -482,7 +482,10 @@ def test_a_slurm_that_does_not_answer_is_a_warning(workplace, commands, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--profile", "nowhere"], "--profile nowhere: no config.yaml in it"),
+        (
+            ["--profile", "nowhere"],
+            f"no config.yaml in it; work in the checkout (cd {doctor.CODE_FOLDER})",
+        ),
         (["--configfile", "nowhere.yaml"], "config: nowhere.yaml: cannot be read"),
     ],
 )

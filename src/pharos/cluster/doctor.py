@@ -57,7 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     """
     profile, configfile = arguments.profile, arguments.configfile
     if not (profile / "config.yaml").is_file():
-        raise InputError(f"--profile {profile}: no config.yaml in it; there is profiles/slurm")
+        raise InputError(
+            f"--profile {profile}: no config.yaml in it; work in the checkout (cd {CODE_FOLDER}), "
+            f"or name a profile and a configuration: --profile {CODE_FOLDER / 'profiles/slurm'} "
+            f"--configfile {CODE_FOLDER / 'config/config.yaml'}"
+        )
     read_profile(profile)
     config = read_config(configfile, CODE_FOLDER / "workflow/schemas/config.schema.yaml")
     counts = {"ok": 0, "warning": 0, "error": 0}
