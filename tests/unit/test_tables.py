@@ -3,13 +3,17 @@
 import csv
 import gzip
 import json
+import re
 
 import pyarrow
 import pytest
+import yaml
 from pyarrow import parquet
 
-from pharos.corpus.files import import_corpus, read_labelled
+from pharos.config import load_config
+from pharos.corpus.files import build_corpus, import_corpus, read_labelled
 from pharos.errors import InputError
+from pharos.runtime.provenance import CODE_FOLDER
 
 ROWS = [
     {
@@ -65,6 +69,59 @@ def test_a_file_without_ids_gets_line_numbers(tmp_path):
     columns = {**COLUMNS, "cluster": "id"}
     del columns["id"]
     assert [line["cluster"] for _, line in read_labelled(path, columns, [])] == list("123456")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_every_line_may_be_its_own_cluster_whatever_its_id_is_called(tmp_path, name):
+    path = write(tmp_path / name)
+    lines = read_labelled(path, {**COLUMNS, "cluster": "id"}, [])
+    assert [line["cluster"] for _, line in lines] == list("012345")
+
+
+def test_a_column_that_is_called_id_is_the_one_that_is_meant(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{**row, "id": f"thread{k}"} for k, row in enumerate(ROWS)])
+    lines = read_labelled(path, {**COLUMNS, "cluster": "id"}, [])
+    assert [(line["id"], line["cluster"]) for _, line in lines][:2] == [
+        ("0", "thread0"), ("1", "thread1")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "end"),
+    [
+        ("cluster", False, "name one with columns.cluster of the task's corpus in the "
+         "configuration, or write `cluster: id` if every line is an event of its own"),
+        ("cluster", True, "name one with --cluster, or write `--cluster id` if every line is an "
+         "event of its own"),
+        ("group", False, "name one with columns.group of the task's corpus in the configuration"),
+        ("text", True, "name one with --text"),
+    ],
+)  # fmt: skip
+def test_a_field_without_a_column_is_told_with_the_columns_there_are(tmp_path, key, options, end):
+    columns = {name: column for name, column in COLUMNS.items() if name not in ("id", key)}
+    with pytest.raises(InputError) as error:
+        read_labelled(write(tmp_path / "a.csv"), columns, [], options=options)
+    said = str(error.value)
+    assert f"a.csv:2: the column '{key}' is missing, and every line needs a {key} (" in said
+    assert "; the file has body, n, site, source, spam: " in said
+    assert said.endswith(end)
+
+
+def test_the_example_of_the_readme_is_a_corpus(tmp_path, monkeypatch):
+    readme = (CODE_FOLDER / "README.md").read_text(encoding="utf-8")
+    example = yaml.safe_load(re.search(r"```yaml\n(tasks:.*?)```", readme, re.DOTALL)[1])
+    (tmp_path / "data").mkdir()
+    rows = [
+        {"note_id": f"n{k}", "site": k % 5, "body": f"Note {k}.", "urgency": ["yes", "no"][k % 2]}
+        for k in range(1000)
+    ]
+    write(tmp_path / "data/notes.csv", rows)
+    monkeypatch.chdir(tmp_path)
+    raw = {**yaml.safe_load((CODE_FOLDER / "config/config.yaml").read_text()), **example}
+    task = load_config(raw, CODE_FOLDER / "workflow/schemas/config.schema.yaml")["tasks"]["triage"]
+    lines, said = build_corpus(task, 1)
+    assert said["classes"] == {"positive": 500, "negative": 500}
+    assert {line["id"] == line["cluster"] for line in lines} == {True}
 
 
 def test_a_csv_serves_the_workflow_too(tmp_path):
