@@ -222,7 +222,8 @@ def did_you_mean(name: str, known: list[str]) -> str:
 
 def nearest(name: str, known: list[str]) -> str | None:
     """The known name that ``name`` is probably a slip of; ``None`` where none is close."""
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    turned = [one for one in known if sorted(one) == sorted(name)]  # tyni, tiny
+    return next(iter(difflib.get_close_matches(name, known, n=1) or turned), None)
 
 
 def resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:

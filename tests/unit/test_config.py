@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pharos.config import check_config_file, load_config, seed_pairs
+from pharos.config import check_config_file, load_config, nearest, seed_pairs
 from pharos.config_manual import config_manual
 from pharos.errors import InputError
 
@@ -233,3 +233,17 @@ def test_trainings_of_one_job_have_the_same_processes():
         load_config({**config, "one_job_per": "model"}, SCHEMA)
     same = {**config, "adapters": {"one": {}, "two": {}}, "one_job_per": "model"}
     assert load_config(same, SCHEMA)["one_job_per"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "near"),
+    [
+        ("tyni", ["small", "tiny"], "tiny"),
+        ("labl", ["label", "site"], "label"),
+        ("cluster", ["body", "site"], None),
+        ("text", ["site"], None),
+        ("x", [], None),
+    ],
+)
+def test_a_name_is_suggested_only_where_it_is_close(name, known, near):
+    assert nearest(name, known) == near
