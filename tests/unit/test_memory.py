@@ -15,7 +15,7 @@ from pharos.evaluate.scoring import score
 from pharos.finetune.adapter import add_lora
 from pharos.finetune.data import Example
 from pharos.finetune.packed import batch_loss, pack, packed_model
-from pharos.models.fitting import Room
+from pharos.models.fitting import Room, batch_bytes
 from pharos.models.memory import (
     Model,
     Prompts,
@@ -124,6 +124,17 @@ def test_scoring_makes_the_tensors_that_are_counted(
     adapter = lora_parameters(model.sizes, 8, EVERY) if adapted else 0
     need = evaluation_need(model, "cpu", dtype, settings, prompts, adapter)
     assert need.cache + need.activations == pytest.approx(live.most, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "rwkv"])
+def test_no_architecture_takes_more_than_the_room_for_its_batches(kind):
+    net = tiny_models.other_model(kind)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(3, 300) for _ in range(300)] for _ in range(2)]
+    with Live([*net.parameters(), *net.buffers()]) as live:
+        score(net, prompts, [{"positive": [5, 6, 7], "negative": [8, 9]}] * 2, Room(10_000))
+    # Each of the two answers is a row of its own.
+    assert live.most <= batch_bytes(net, torch.float32, 4, 302, 0, 4 * 3) <= 4 * live.most
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

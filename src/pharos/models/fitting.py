@@ -9,13 +9,15 @@ from typing import Any, TypeVar
 import torch
 
 from pharos.errors import CheckFailed
+from pharos.models.memory import batch_activations
 from pharos.models.sizes import widths_of
 from pharos.runtime.log import warn
 
 T = TypeVar("T")
 
-# Two steps of a layer can hold their products at once, and an allocator keeps some to itself.
-SPARE = 1.5
+# An allocator keeps some to itself, some architectures hold half as much again as is counted, and
+# a job over its memory is killed without being asked.
+SPARE = 2
 
 
 class DoesNotFit(CheckFailed):
@@ -136,12 +138,12 @@ def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
 def batch_bytes(
     model: Any, dtype: torch.dtype, rows: int, width: int, prefix: int, reads: int
 ) -> int:
-    """About what a batch takes beside the weights, in bytes.
+    """What a batch takes beside the weights, in bytes, rather too much than too little.
 
     Parameters
     ----------
     model
-        A causal language model of transformers.
+        A causal language model of transformers, or a peft model around one.
     dtype
         What it computes in.
     rows, width, prefix
@@ -149,22 +151,13 @@ def batch_bytes(
     reads
         Positions at which the output layer is computed.
     """
-    config = model.config.get_text_config()
-    size = dtype.itemsize
-    widths = widths_of(config)
-    hidden = widths["hidden"]
-    tokens, seen = rows * width, rows * (prefix + width)
-    # A layer: the stream, its norm in float32 and, one after the other, attention or the products.
-    products = max((tokens + seen) * 2 * widths["query"], tokens * 3 * widths["mlp"])
-    layer = (tokens * 3 * hidden + products) * size + tokens * hidden * 8
-    cache = seen * 2 * widths["key_value"] * widths["layers"] * size
-    # The mask, as bits and as numbers; the plain attention path writes all weights out, too.
-    pairs = tokens * (prefix + width)
-    mask = pairs * (2 + 2 * size)
-    if config._attn_implementation == "eager":
-        mask += pairs * widths["heads"] * (4 + 3 * size)
-    logits = reads * widths["vocabulary"] * (size + 8)
+    text, size = model.config.get_text_config(), dtype.itemsize
+    widths = widths_of(text)
+    cache = 2 * size * rows * (prefix + width) * widths["layers"] * widths["key_value"]
+    eager = text._attn_implementation == "eager"
+    adapted = hasattr(model, "peft_config")
+    rest = batch_activations(widths, size, rows, width, prefix, reads, eager, adapted)
     widened = 0
-    if dtype.itemsize > model.dtype.itemsize:
+    if size > model.dtype.itemsize:
         widened = max(weight.numel() for weight in model.parameters()) * size
-    return int(SPARE * (layer + cache + mask + logits)) + widened
+    return int(SPARE * (cache + rest)) + widened

@@ -153,7 +153,6 @@ def _working(
     model: Model, size: int, evaluation: Mapping[str, Any], prompts: Prompts, adapted: bool
 ) -> tuple[int, int]:
     """Bytes of the cache, and of everything else that a batch of prompts takes."""
-    widths = model.sizes["widths"]
     generating = evaluation["mode"] == "generate"
     after = evaluation["max_new_tokens"] if generating else prompts.both - 2
     shared = prompts.shared if prompts.count > 1 else 0
@@ -164,20 +163,53 @@ def _working(
     else:
         rows = min(rows, READS_IN_A_BATCH // prompts.both)
     rows = max(1, rows)
-    tokens, seen = rows * width, rows * (shared + width)
     cache = 0
     if shared or generating:
+        seen = rows * (shared + width)
         cache = seen * model.sizes["kv_cache"]["bytes_per_token"]["float32"] * size // 4
+    reads = rows * (1 if generating else prompts.both)
+    eager = model.attention == "eager"
+    widths = model.sizes["widths"]
+    return cache, batch_activations(widths, size, rows, width, shared, reads, eager, adapted)
+
+
+def batch_activations(
+    widths: Mapping[str, int],
+    size: int,
+    rows: int,
+    width: int,
+    prefix: int,
+    reads: int,
+    eager: bool,
+    adapted: bool,
+) -> int:
+    """Bytes that a batch of prompts takes beside the weights, and beside its keys and values.
+
+    Parameters
+    ----------
+    widths
+        As :func:`pharos.models.sizes.widths_of` tells them.
+    size
+        Bytes of one number of the dtype that is computed in.
+    rows, width, prefix
+        The batch has ``rows`` rows of ``width`` tokens behind ``prefix`` shared ones.
+    reads
+        Positions at which the output layer is computed.
+    eager
+        Whether attention writes its scores out.
+    adapted
+        Whether there is a LoRA adapter on the model.
+    """
+    tokens, seen = rows * width, rows * (prefix + width)
     # An adapted layer has its own output, and what it adds, before and after scaling, in float32.
     one = 2 * size + 2 * BYTES["float32"] if adapted else 3 * size
     mlp = tokens * (one * widths["mlp"] + 4 * size * widths["hidden"])
     attending = size * tokens * (4 * widths["hidden"] + 2 * widths["query"])
     attending += 2 * size * (seen * widths["query"] + tokens * widths["key_value"])
-    if model.attention == "eager":
+    if eager:
         attending += SCORE_BYTES * widths["heads"] * width * seen
-    reads = rows * (1 if generating else prompts.both)
     mask = size * width * seen
-    return cache, mask + max(mlp, attending, LOGIT_BYTES * reads * widths["vocabulary"])
+    return mask + max(mlp, attending, LOGIT_BYTES * reads * widths["vocabulary"])
 
 
 def training_need(
