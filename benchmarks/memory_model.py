@@ -16,24 +16,19 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from pharos.runtime.job import Job
-from pharos.runtime.threads import bind_threads
+import yaml
+from ground import ROOT, RUNNING, peak_mib
 
-RUNNING = Job(bind_threads(2))
-
-import yaml  # noqa: E402  (after the threads are bound)
-
-from pharos.evaluate.prompts import ANSWERS, PromptBuilder, shared_prefix_length  # noqa: E402
-from pharos.models.memory import (  # noqa: E402
+from pharos.evaluate.prompts import ANSWERS, PromptBuilder, shared_prefix_length
+from pharos.models.memory import (
     MIB,
     Model,
     Prompts,
     evaluation_need,
     training_need,
 )
-from pharos.models.prefetch import prefetch  # noqa: E402
+from pharos.models.prefetch import prefetch
 
-ROOT = Path(__file__).resolve().parents[1]
 PROMPT = {
     "system": "Read the reports and answer SIGNIFICANT or ROUTINE.",
     "template": "{text}",
@@ -135,7 +130,7 @@ def measure(what, words, count, settings, fetched, config):
     ids = [prompt.ids for prompt in prompts]
     lengths = [len(one) for one in ids]
     return {
-        "mb": peak_mb(),
+        "mb": int(peak_mib("cpu")),
         "prompts": {
             "count": count,
             "mean": statistics.mean(lengths),
@@ -146,12 +141,6 @@ def measure(what, words, count, settings, fetched, config):
             "deviation": statistics.pstdev(lengths),
         },
     }
-
-
-def peak_mb():
-    """The peak of this program alone; what getrusage tells begins with its parent's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024
 
 
 def compared(case, measured, fetched, dtype):
