@@ -557,6 +557,15 @@ def test_a_model_whose_files_lack_a_weight_is_refused(folder):
         load_model(result, {"dir": str(folder), **FULL})
 
 
+def test_an_attention_that_the_model_does_not_have_is_refused_with_the_one_it_has(tmp_path):
+    folder = tiny_models.write_folder(tmp_path / "state", tiny_models.other_model("mamba"))
+    result = fetched(folder)
+    with pytest.raises(InputError, match=r"attention: sdpa is not there.*set attention: eager"):
+        load_model(result, {"dir": str(folder), **FULL})
+    loaded = load_model(result, {"dir": str(folder), **FULL, "attention": "eager"})
+    assert loaded.context_length is None
+
+
 def test_an_index_that_cannot_be_reached_is_named_as_the_cause(monkeypatch):
     for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
         monkeypatch.delenv(name, raising=False)

@@ -73,7 +73,7 @@ def load_model(
         If ``"cuda"`` is asked for and no GPU is visible, or if a cached file is missing or
         damaged.
     InputError
-        If the adapter cannot be read or names another base.
+        If the adapter cannot be read or names another base, or if the model has no such attention.
     """
     import torch
 
@@ -101,14 +101,22 @@ def load_model(
     }
     if four_bits:
         options["quantization_config"] = _four_bits(narrow_dtype)
-    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        **options,
-    )
+    try:
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+    except ValueError as error:
+        if "attention implementation" not in str(error):
+            raise
+        raise InputError(
+            f"models: attention: {model_config['attention']} is not there for this model; "
+            "set attention: eager"
+        ) from None
     _refuse_incomplete(loading)
     originals = {}
     if four_bits:
