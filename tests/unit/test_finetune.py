@@ -127,6 +127,18 @@ def with_lora(loaded, seed=1, **settings):
     return model.train()
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_an_adapter_is_put_on_without_a_warning(loaded, tmp_path):
+    from pharos.finetune.adapter import adapter_files
+    from pharos.models.load import with_adapter
+
+    model = with_lora(loaded)
+    weights, config = adapter_files(model)
+    (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+    (tmp_path / "adapter_config.json").write_bytes(config)
+    with_adapter(model.unload(), tmp_path)
+
+
 # -- data -------------------------------------------------------------------------------------
 
 

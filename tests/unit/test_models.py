@@ -116,6 +116,14 @@ def test_the_head_of_a_gguf_file_is_read_once(shelf, index, monkeypatch):
     assert gguf_library.GGUFReader is counted
 
 
+def test_a_conversion_draws_no_progress_bar(shelf, index, capfd):
+    prefetch("tiny", source(shelf[1]))
+    said = capfd.readouterr()
+    assert '"event": "converting"' in said.out + said.err
+    assert "\r" not in said.out + said.err
+    assert "%|" not in said.out + said.err
+
+
 def test_a_damaged_file_in_the_cache_is_reported_and_then_converted_again(shelf, index):
     result = prefetch("tiny", source(shelf[1]))
     weights = converted_folder(result["key"]) / "model.safetensors"

@@ -12,6 +12,7 @@ from torch import nn
 from pharos.config import did_you_mean
 from pharos.errors import CheckFailed, InputError
 from pharos.finetune.data import random_seed
+from pharos.models.load import without_peft_warning
 
 
 @contextlib.contextmanager
@@ -64,7 +65,8 @@ def add_lora(model: Any, config: Mapping[str, Any], base: Mapping[str, str]) -> 
         task_type=peft.TaskType.CAUSAL_LM,
     )
     try:
-        adapted = peft.get_peft_model(model, settings)
+        with without_peft_warning():
+            adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise InputError(f"adapter targets: {error}") from None
     # peft fills in the folder on this machine; what counts is what the model is.

@@ -179,6 +179,19 @@ def _read_once() -> Iterator[None]:
         gguf.GGUFReader, gguf.get_tensor_name_map = before
 
 
+@contextlib.contextmanager
+def _without_bar() -> Iterator[None]:
+    """No progress bar while transformers reads: this one heeds no switch, and fills a log."""
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    before = reading.tqdm
+    reading.tqdm = functools.partial(before, disable=True)
+    try:
+        yield
+    finally:
+        reading.tqdm = before
+
+
 def convert(gguf: Path, folder: Path) -> None:
     """Read a GGUF file and write safetensors, configuration, tokenizer and chat template."""
     set_up_hub(offline=True)
@@ -190,9 +203,10 @@ def convert(gguf: Path, folder: Path) -> None:
     options = {"gguf_file": gguf.name, "local_files_only": True}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, dtype=torch.float32, **options
-        )
+        with _without_bar():
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                gguf.parent, dtype=torch.float32, **options
+            )
     except (ValueError, KeyError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"transformers cannot read this GGUF file: {reason}") from None

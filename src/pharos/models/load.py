@@ -1,7 +1,9 @@
 """Loading a fetched model: offline, from safetensors, on the device that was asked for."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +148,16 @@ def with_adapter(model: Any, folder: Path | str) -> Any:
     """
     import peft
 
-    return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=False).eval()
+    with without_peft_warning():
+        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=False).eval()
+
+
+@contextlib.contextmanager
+def without_peft_warning() -> Iterator[None]:
+    """Silence that peft asks transformers by a deprecated name: nobody here can change it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
+        yield
 
 
 def _refuse_incomplete(loading: Mapping[str, Any]) -> None:
