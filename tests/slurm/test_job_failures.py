@@ -35,7 +35,7 @@ LONG_S = 75
 # Large enough for a checkpoint not to fit where a log still does.
 SHORT = {**LONG, "rank": 16, "epochs": 4, "checkpoint_every_steps": 10}
 ONE_THREAD = {"evaluate": 1, "finetune": 1}
-WAIT_S = 240
+WAIT_S = 600  # to end what hangs; two programs on the two cores have taken 260 s
 # A job that needs all of the node, and takes it from the partition of lower priority.
 HIGHER = ("-p", "gpu", "-c", "2", "--gres=gpu:2", "-t", "1", "-o", "/dev/null")
 
