@@ -57,7 +57,7 @@ format: $(DEV_STAMP)
 setup-bench: $(BENCH_STAMP)
 
 # One of the benches asks with the adapter of `make run`, where there is one.
-TRAINED = $(wildcard results/finetune/smollm2-135m-instruct/watch/seed7/lora-r16)
+TRAINED = $(wildcard results/finetune/smollm2-135m-instruct/watch/seed1/lora-r16)
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/gate_speed.py --output .cache/bench/gate.json
