@@ -1,5 +1,6 @@
 """The frame of a job: its log, its errors, its exit status, its end."""
 
+import contextlib
 import json
 import os
 import signal
@@ -137,6 +138,16 @@ def test_a_job_ends_soon_after_its_coordinator_was_killed(tmp_path):
     assert "coordinator.gone" in (tmp_path / "a.log").read_text()
 
 
+@contextlib.contextmanager
+def started_with(number, handler):
+    """Start jobs from a process that handles a signal in this way."""
+    previous = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_a_job_that_is_told_to_stop_ends_in_one_line_whatever_swallows_errors(tmp_path, name):
     body = (
@@ -144,11 +155,8 @@ def test_a_job_that_is_told_to_stop_ends_in_one_line_whatever_swallows_errors(tm
         f"try: os.kill(os.getpid(), signal.{name}); time.sleep(60)\n"
         "except Exception: pass"
     )
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background, too
-    try:
+    with started_with(signal.SIGINT, signal.default_int_handler):  # in a background, too
         done, log = run_job(tmp_path, body)
-    finally:
-        signal.signal(signal.SIGINT, previous)
     assert done.returncode == 1
     assert done.stderr.startswith(f"pharos: error: stopped by {name} (")
     assert done.stderr.count("\n") == 1
@@ -156,21 +164,15 @@ def test_a_job_that_is_told_to_stop_ends_in_one_line_whatever_swallows_errors(tm
 
 
 def test_a_signal_ignored_by_whoever_started_the_job_is_heard_by_the_job(tmp_path):
-    previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
+    with started_with(signal.SIGUSR1, signal.SIG_IGN):
         done, _ = run_job(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)")
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
     assert done.returncode == 1
     assert done.stderr.startswith("pharos: error: stopped by SIGUSR1 (")
 
 
 def test_a_job_of_a_shells_background_does_not_hear_ctrl_c(tmp_path):
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with started_with(signal.SIGINT, signal.SIG_IGN):
         done, log = run_job(tmp_path, "import os; os.kill(os.getpid(), 2); print('goes on')")
-    finally:
-        signal.signal(signal.SIGINT, previous)
     assert done.returncode == 0
     assert log[-1] == "goes on"
 
